@@ -56,6 +56,11 @@ class TenantScope:
         """The CloudFormation name of the tenant's stack `part`: foundation or training."""
         return f"trainyard-{self.environment.name}-{self.name}-{part}"
 
+    @property
+    def logs_command(self) -> str:
+        """What prints the logs of the tenant's functions, as an alarm's text has it."""
+        return f"trainyard tenant logs {self.environment.name} {self.name}"
+
     def arn(self, service: str, resource: str) -> str:
         """ARN, or pattern of ARNs, of this account and region."""
         return f"arn:{PARTITION}:{service}:{self.environment.region}:{self.environment.account}:{resource}"

@@ -167,8 +167,8 @@ class TenantAlarms(Construct):
             "TrafficRejected",
             alarm_description=(
                 f"Network of tenant {tenant.name}: security groups reject traffic. A job that hangs at its first "
-                "collective or at mounting Lustre has this cause; the flow logs name the ports, and "
-                "docs/runbooks/README.md how to read them."
+                "collective or at mounting Lustre has this cause. Addresses and ports: "
+                f"{tenant.logs_command} --rejected, docs/runbooks/README.md."
             ),
             metric=rejected.metric(statistic="Sum", period=Duration.minutes(5)),
             threshold=REJECTED_PER_PERIOD,

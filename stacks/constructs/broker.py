@@ -80,8 +80,8 @@ class Broker(Construct):
             metric=self.function.metric_errors(period=PERIOD),
             topic=topic,
             description=(
-                f"Tenant {tenant.name}: the broker failed, so that {_not_done(tenant)}; its log says why: "
-                "docs/runbooks/README.md."
+                f"Tenant {tenant.name}: the broker failed, so that {_not_done(tenant)}. Why: "
+                f"{tenant.logs_command}, docs/runbooks/README.md."
             ),
         )
         if tenant.isolates_jobs:

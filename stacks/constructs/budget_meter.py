@@ -100,7 +100,7 @@ class BudgetMeter(Construct):
         def said(text: str, then: str = f"{costs} tells by whom: docs/runbooks/README.md") -> str:
             return f"Tenant {self._tenant.name}: {text}. {then}."
 
-        logs = "docs/runbooks/README.md says where its log is, and what then"
+        logs = f"Why: {self._tenant.logs_command}, docs/runbooks/README.md"
 
         # A meter that doesn't look says nothing of the budget: what rang goes on to ring.
         for construct_id, metric, threshold, text in (

@@ -91,13 +91,13 @@ class JobGuard(Construct):
         texts = {
             "JobStopped": (
                 self.metric_violations(tenant),
-                "a training job broke a rule and was stopped, if it had not ended; the function's log names job and "
-                "rule: docs/runbooks/README.md",
+                "a training job broke a rule and was stopped, if it had not ended; job and rule: "
+                f"{tenant.logs_command}, docs/runbooks/README.md",
             ),
             "JobNotChecked": (
                 self.function.metric_errors(period=PERIOD),
                 "a training job that has started could not be re-checked, stopped or counted; look at it by hand: "
-                "docs/runbooks/README.md",
+                f"{tenant.logs_command}, docs/runbooks/README.md",
             ),
         }
         for name, (metric, text) in texts.items():

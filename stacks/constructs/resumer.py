@@ -79,8 +79,8 @@ class JobResumer(Construct):
             metric=self.function.metric_errors(period=PERIOD),
             topic=topic,
             description=(
-                f"Tenant {tenant.name}: a failed training job could not be resumed, if it asks for that. The log "
-                "of the function names it and says why; by hand it is done by "
-                f"trainyard resume JOB --environment {tenant.environment.name}: docs/runbooks/README.md."
+                f"Tenant {tenant.name}: a failed training job could not be resumed, if it asks for that. Which, and "
+                f"why: {tenant.logs_command}; by hand it is done by trainyard resume JOB --environment "
+                f"{tenant.environment.name}, docs/runbooks/README.md."
             ),
         )

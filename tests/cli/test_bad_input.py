@@ -215,7 +215,7 @@ def test_a_tenant_that_is_not_deployed(
     refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account
 ) -> None:
     line = refusal(["launch", write_job(tenant="globex"), "-e", str(environment_path)], 3)
-    assert "/trainyard/test/globex/contract doesn't exist; deploy the stacks: cdk deploy" in line
+    assert "/trainyard/test/globex/contract doesn't exist; deploy the stacks: trainyard deploy" in line
 
 
 def test_an_unknown_environment(refusal: Refusal, write_job: WriteJob) -> None:

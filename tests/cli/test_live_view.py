@@ -78,6 +78,16 @@ def test_every_line_of_the_screen_is_there(running: JobRecord) -> None:
     assert "11.47 of 100 USD (11%), at 6.88 USD/h each, EC2 on demand; as of 2026-03-01" in " ".join(text.split())
 
 
+def test_a_line_read_late_is_as_old_as_it_says(running: JobRecord) -> None:
+    """A file has no times of its own: hours later its lines were "0 s ago"."""
+    seen, line = stepped(4.0), "checkpoint step=2 committed uri=/x seconds=1.0"
+    seen.read(LogLine("local", f"{line} at={(NOON - timedelta(hours=3)).isoformat()}", None))
+    assert "step 2, 3 h ago" in screen(running, seen)
+    for cut in ("", " at=2026-1"):
+        seen.read(LogLine("local", line + cut, None))
+        assert "step 2; its log doesn't say when" in screen(running, seen)
+
+
 def test_why_it_waits_is_said_and_no_more_once_it_runs(running: JobRecord) -> None:
     assert "waits       in share acme" in screen(running, Seen(), state="Queued", note="in share acme of its queue")
     assert "waits" not in screen(running, Seen(), note="training image downloaded")

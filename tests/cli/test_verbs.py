@@ -143,6 +143,23 @@ def test_what_sagemaker_alone_has_stays_there_when_a_job_is_moved(
     assert capsys.readouterr().err == "", "nothing was left out"
 
 
+def test_what_is_set_of_machines_and_this_one_has_not_is_told(
+    job_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may name them, for elsewhere; who sets them for this launch took them for used."""
+    jobs.load_for_backend(Path(job_path), [], "local")
+    jobs.load_for_backend(Path(job_path), ["compute.instance_count=1", "compute.spot=false"], "local")
+    assert capsys.readouterr().err == ""
+    given = ["compute.instance_type=ml.p5.48xlarge", "compute.instance_count=2", "recovery.elastic.min_instances=1"]
+    moved = jobs.load_for_backend(Path(job_path), [*given, "training.steps=3"], "local")
+    assert (moved.compute.instance_type, moved.compute.instance_count, moved.training.steps) == (None, 1, 3)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" changes nothing: --backend local is one host")[0] for line in told] == [
+        f"note: --set {one}" for one in given
+    ]
+    assert told[1].endswith("; --processes N says how many ranks")
+
+
 def test_launch_says_on_how_many_instances_an_elastic_job_may_go_on(
     job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 import json
 import types
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.session import Account, emulated_account
 from trainyard.operate.tenants import leftovers, removal
 from trainyard.operate.tenants.removal import plan, remove, write_report
+from trainyard.operate.tenants.revocations import POLICY, closed_before
 from trainyard.operate.tenants.survey import state
 from trainyard.operate.tenants.unfinished import Unfinished
 from trainyard.spec.platform import EnvironmentSpec
@@ -178,6 +179,42 @@ def test_roles_of_single_jobs_go_before_the_boundary_that_they_hold(
     assert iam.get_role(RoleName=f"globex-{name}")["Role"]["RoleName"] == f"globex-{name}"
 
 
+def test_a_role_whose_sessions_were_closed_goes_when_none_of_them_is_left(
+    site: Site, account: Account, name: str, tmp_path: Path
+) -> None:
+    """The policy that closes them is no stack's, and CloudFormation deletes no role that holds one."""
+    spec = environment(name, retain_data=False)
+    physical = deploy(site, spec)
+    iam, stack = site("iam"), f"trainyard-{name}-acme-training"
+    trust = {"Version": "2012-10-17", "Statement": []}
+    roles = {key: resource("IAM::Role", {"AssumeRolePolicyDocument": trust}) for key in ("Operator", "Other")}
+    site("cloudformation").update_termination_protection(StackName=stack, EnableTerminationProtection=False)
+    site("cloudformation").delete_stack(StackName=stack)
+    assert site.deploy(stack, {"Resources": roles}) == "CREATE_COMPLETE", site.failures(stack)
+    listed = site("cloudformation").list_stack_resources(StackName=stack)["StackResourceSummaries"]
+    operator, other = (item["PhysicalResourceId"] for item in sorted(listed, key=lambda i: i["LogicalResourceId"]))
+
+    def close(at: datetime) -> None:
+        document = json.dumps(closed_before(at))
+        iam.put_role_policy(RoleName=operator, PolicyName=POLICY, PolicyDocument=document)
+
+    close(datetime.now(UTC))
+    planned = plan(account, spec, "acme", tmp_path)
+    assert [one.role for one in planned.revoked] == [operator] and any(operator in line for line in planned.lines())
+    with pytest.raises(InputError, match=rf"{operator} were closed .* nothing was changed: repeat .* after 20"):
+        remove(account, planned, tmp_path, silent)
+    assert not gone(lambda: site("s3").head_bucket(Bucket=physical["Data"])), "refused before anything is emptied"
+    close(datetime.now(UTC) - timedelta(hours=2))
+    iam.put_role_policy(
+        RoleName=other, PolicyName="by-hand", PolicyDocument=json.dumps(closed_before(datetime.now(UTC)))
+    )
+    with pytest.raises(AwsRefusedError, match=r"Other: .*must delete policies first"):  # another's policy is not ours
+        remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    iam.delete_role_policy(RoleName=other, PolicyName="by-hand")
+    remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert gone(lambda: iam.get_role(RoleName=operator))
+
+
 def test_retain_keeps_every_version_and_says_where_it_is(
     site: Site, account: Account, name: str, tmp_path: Path
 ) -> None:
@@ -210,7 +247,10 @@ def test_an_interrupted_removal_is_finished_by_the_same_command(
     assert not state(account, spec, "acme").deployed and not gone(
         lambda: site("s3").head_bucket(Bucket=physical["Data"])
     )
+    elsewhere = plan(account, spec, "acme", tmp_path / "another machine")
+    assert elsewhere.is_blind and any(removal.BLIND in line for line in elsewhere.lines()), "it can't know"
     again = plan(account, spec, "acme", tmp_path)
+    assert not again.is_blind
     assert {thing.physical_id for thing in again.held} == {physical[logical_id] for logical_id in STATEFUL}
     report = remove(account, again, tmp_path, silent)
     assert gone(lambda: site("s3").head_bucket(Bucket=physical["Data"]))
@@ -370,7 +410,7 @@ def test_a_tenant_that_was_never_deployed_leaves_nothing(account: Account, name:
     spec = environment(name, retain_data=True)
     report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     assert (report.stacks_deleted, report.deleted) == ([], [])
-    assert [item.what for item in report.left] == ["training jobs"]
+    assert [item.what for item in report.left] == ["training jobs", "what an earlier removal left"]
 
 
 def test_export_copies_each_current_object_and_counts_them(site: Site, account: Account, name: str) -> None:

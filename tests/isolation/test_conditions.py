@@ -80,6 +80,9 @@ SETS = [
     ("ForAnyValue:StringNotEquals", ("a",), None, False),
     ("ForAllValues:StringNotEquals", ("a",), ("b", "c"), True),
     ("ForAllValues:StringNotEquals", ("a",), ("b", "a"), False),
+    ("StringNotEquals", ("a",), ("b", "c"), True),
+    ("StringNotEquals", ("a",), ("b", "a"), False),  # one that is refused among others that aren't is refused
+    ("StringNotEquals", ("a",), ("a", "b"), False),
 ]
 
 
@@ -109,6 +112,7 @@ def test_a_key_at_the_callers_choice_decides_nothing() -> None:
     assert condition.holds(Context({"x:key": "b"}, free=True)) is Truth.NO
     tag = Condition("StringEquals", "aws:PrincipalTag/team", ("a",))
     assert tag.holds(Context({}, free=True, absent=frozenset({"aws:principaltag/*"}))) is Truth.NO
+    assert tag.holds(Context({}, free=True, absent=frozenset({"aws:requesttag/*"}))) is Truth.MAYBE, "of other tags"
 
 
 def test_a_key_that_nobody_stated_is_noted() -> None:
@@ -125,6 +129,9 @@ def test_wildcards_span_what_iam_lets_them() -> None:
     assert not matches("a?c", "ac")
     assert arn_matches("arn:aws:kms:*:123456789012:key/*", "arn:aws:kms:us-east-1:123456789012:key/k")
     assert not arn_matches("arn:aws:kms:*:key/k", "arn:aws:kms:us-east-1:123456789012:key/k")  # * stays in its part
+    group = "arn:aws:logs:us-east-1:123456789012:log-group:/aws/sagemaker"  # a resource that has colons of its own
+    assert arn_matches("arn:aws:logs:*:*:log-group:/aws/*", f"{group}:log-stream:x")
+    assert not arn_matches("arn:aws:logs:*:*:log-group:/acme/*", f"{group}:log-stream:x")
 
 
 def test_policy_variables() -> None:

@@ -184,7 +184,8 @@ def test_a_warm_pool_that_waits_counts_by_the_clock_until_sagemaker_tells_its_ti
     waits["WarmPoolStatus"] = {"Status": "Available"}
     assert [uses_of(waits, at)[0].billed_seconds for at in (NOON, NOON + timedelta(hours=9))] == [4200, 5400]
     told = {"WarmPoolStatus": {"Status": "Reused", "ResourceRetainedBillableTimeInSeconds": 700}}
-    assert used(waits | told).billed_seconds == 4300
+    later = [uses_of(waits | told, at)[0].billed_seconds for at in (NOON, NOON + timedelta(hours=9))]
+    assert later == [4300, 4300], "what it could have been kept for is no bill"
 
 
 def test_the_nearer_quota_decides() -> None:
@@ -329,6 +330,23 @@ def test_a_job_that_cant_be_stopped_leaves_no_other_running(
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["stopped"] == ["acme-runs", *(["acme-c"] if queues else [])]
     assert len(answer["failed"]) == (2 if queues else 1)
+
+
+def test_a_queue_that_gives_no_answer_rings_and_leaves_no_others_jobs_running(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = clients._list_service_jobs
+
+    def answers(jobQueue: str, **asked: Any) -> Iterator[dict[str, Any]]:
+        if jobQueue == "arn:mute":
+            raise OSError("no\nroute")
+        return listed(jobQueue, **asked)
+
+    monkeypatch.setattr(clients, "_list_service_jobs", answers)
+    with pytest.raises(RuntimeError, match=r"^not stopped: arn:mute: OSError: no route"):
+        looked(monkeypatch, clients, queues=("arn:mute", "arn:q"), monthly_usd=0.000001, when_spent="stop")
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (answer["stopped"], answer["unasked"]) == (["acme-runs", "acme-b"], ["arn:mute: OSError: no route"])
 
 
 @pytest.mark.parametrize("queues", [(), ("arn:q",)])

@@ -6,6 +6,7 @@ import pytest
 
 from trainyard import planner
 from trainyard.errors import InputError
+from trainyard.functions import broker_rules
 from trainyard.launch.checks import (
     RunningJob,
     check_destination,
@@ -63,8 +64,12 @@ def test_running_jobs_count_against_their_queue(job: JobSpec, contract: TenantCo
         check_queue(job, contract, [two, one])
     spare = contract.queues["gpu"].model_copy(update={"max_instances": 2})
     roomier = contract.model_copy(update={"queues": {**contract.queues, "spare": spare}})
-    with pytest.raises(InputError, match=r"queue gpu .*queue spare"):
+    both = r"acme-c \(1\) \(a job counts in each queue that offers its type: "
+    with pytest.raises(InputError, match=rf"queue gpu .*{both}gpu, spare\).*queue spare .*{both}spare, gpu\)"):
         check_queue(job, roomier, [two, one])
+    held = [{"name": one.name, "type": one.instance_type, "count": one.instance_count} for one in (two, one)]
+    with pytest.raises(broker_rules.Refused, match=rf"queue gpu .*{both}gpu, spare\).*queue spare .*{both}spare, gpu"):
+        broker_rules.check_quota(job.compute.model_dump(), 2, roomier.model_dump(mode="json"), held)
     large = contract.model_copy(
         update={"queues": {**contract.queues, "spare": spare.model_copy(update={"max_instances": 5})}}
     )

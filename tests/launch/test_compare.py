@@ -136,10 +136,13 @@ def test_what_it_waited_for_machines_is_neither_worked_nor_paid(tmp_path: Path) 
     (tmp_path / record.job_id / "goodput.jsonl").write_text("\n".join(map(json.dumps, rows)))
     times = {"Queued": "00:00:00", "Training": "06:00:00", "Completed": "09:00:00"}
     states = tuple(StateChange(state=state, at=f"2026-01-31T{at}+00:00") for state, at in times.items())
-    lines = by_name(compare(record.model_copy(update={"backend": "sagemaker", "states": states}), None).lines)
+    record = record.model_copy(update={"backend": "sagemaker", "states": states})
+    lines = by_name(compare(record, None).lines)
     assert lines["hours"].measured == pytest.approx(3.0), "of nine"
     assert lines["goodput"].measured == pytest.approx(9000 / 10800)
     assert lines["on-demand dollars"].measured == pytest.approx(150.0)
+    of_four = record.model_copy(update={"plan": {**PLAN, "instance_count": 4}})
+    assert by_name(compare(of_four, None).lines)["on-demand dollars"].measured == pytest.approx(600.0)
 
 
 def test_what_may_not_be_read_is_told_as_that(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ class SageMaker:
             raise ClientError({"Error": {"Code": "ValidationException", "Message": "none"}}, "DescribeTrainingJob")
         return self.jobs[TrainingJobName]
 
+    def stop_training_job(self, TrainingJobName: str) -> None:
+        self.jobs[TrainingJobName] |= {"TrainingJobStatus": "Stopping", "SecondaryStatus": "Stopping"}
+
     def list_training_jobs(self, *, NameContains: str, **_: Any) -> dict[str, Any]:
         return {"TrainingJobSummaries": [job for name, job in reversed(self.jobs.items()) if NameContains in name]}
 
@@ -303,6 +306,31 @@ def test_what_runs_for_a_promise_is_not_described_and_what_nobody_promised_is_on
     assert set(_ledger(deployed, datetime.datetime.now(datetime.UTC))) >= {stray, JOB_ID}
 
 
+def test_with_stop_a_spot_job_that_nobody_promised_is_looked_at_again(
+    ask: Any, record: JobRecord, sagemaker: SageMaker, deployed: Account, contract: TenantContract
+) -> None:
+    """As without queues: its machines may have gone, and come back, since."""
+    stray = f"AWSBatchacme-stray{'0' * 32}"
+    began = datetime.datetime.now(datetime.UTC)
+    sagemaker.add(stray, EnableManagedSpotTraining=True, TrainingStartTime=began)
+    for when_spent, num_looks in (("finish", 1), ("finish", 0), ("stop", 1), ("stop", 1)):
+        told = contract.model_copy(update={"when_spent": when_spent})
+        deployed.client("ssm").put_parameter(
+            Name="/trainyard/test/acme/contract", Value=told.model_dump_json(), Overwrite=True, Type="String"
+        )
+        sagemaker.described.clear()
+        ask()
+        forge(deployed, _next_attempt)
+        assert sagemaker.described.count(stray) == num_looks, when_spent
+
+
+def _next_attempt(content: dict[str, Any]) -> None:
+    number = len(content["attempts"]) + 1
+    content["attempts"].append(
+        {**content["attempts"][-1], "number": number, "training_job_name": f"{JOB_ID}-r{number}"}
+    )
+
+
 def test_what_waits_over_the_first_of_a_month_still_holds_its_budget(
     ask: Any, record: JobRecord, batch: Batch, deployed: Account
 ) -> None:
@@ -418,6 +446,21 @@ def test_a_jobs_way_through_the_queue(
     batch.jobs.clear()
     assert seen()[0] == "Stopped", "Batch forgets, SageMaker doesn't"
     with pytest.raises(InputError, match="nothing to stop"):
+        backend.stop(record)
+
+
+def test_a_job_from_before_the_tenant_queued_can_still_be_stopped(
+    backend: QueueBackend, record: JobRecord, batch: Batch, sagemaker: SageMaker
+) -> None:
+    """Batch has never heard of it: SageMaker alone can end it, as it is called as its attempt is."""
+    with pytest.raises(InputError, match="Batch doesn't know"):
+        backend.stop(record)
+    sagemaker.add(JOB_ID)
+    backend.stop(record)
+    observed = backend.observe(record)
+    assert observed is not None and observed.state == "Stopping" and batch.terminated == []
+    sagemaker.add(JOB_ID, "Stopped")
+    with pytest.raises(InputError, match="there is nothing to stop"):
         backend.stop(record)
 
 

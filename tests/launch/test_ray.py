@@ -28,7 +28,7 @@ from trainyard.launch.ray_jobs import HttpJobServer
 from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.job import JobSpec, RecoverySpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
 INPUT = RecordedChannel(
@@ -242,6 +242,7 @@ def test_logs_are_every_hosts_and_the_drivers_own_words(contract: TenantContract
     assert gone.text.startswith("(Ray gives no log of this start here: Node is gone (HTTP 500); is its machine")
     seen = [(line.host, line.text) for line in lines if line is not gone]
     assert seen == [("node-0", "step=1"), ("driver", "INFO connected")]
+    assert {line.at_ms for line in lines} == {None}, "logs have no times: when they are read is none of them"
     server.logs["aa"] += "p=2\n"
     assert [line.text for line in backend.read_logs(record, cursor)] == ["step=2"]
     server.logs["gone"] = "its agent is back\n"
@@ -502,3 +503,36 @@ def test_a_driver_without_a_job_says_so(packed: str, monkeypatch: pytest.MonkeyP
     assert driver.main(["/tmp/x"]) == 2
     (told,) = read_events(capsys.readouterr().out)
     assert told.state == "Failed" and told.failure.startswith(f"{JOB_VARIABLE}: holds no job")
+
+
+@pytest.mark.parametrize(("num_losses", "ended"), [(0, "Completed"), (2, "Stopped")])
+def test_the_time_limit_counts_what_runs_and_not_what_waits(
+    num_losses: int, ended: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two hours of running, an hour each start: a day of waiting before each is nobody's running."""
+    clock = [0.0]
+    monkeypatch.setattr("trainer.ray.time.monotonic", lambda: clock[0])
+
+    class Start:
+        def __init__(self, *_: Any) -> None:
+            self.losses = num_losses
+
+        def wait_for_machines(self, told: driver.Told) -> bool:
+            clock[0] += 24 * 3600
+            return not told.why
+
+        def run(self, _: Any, told: driver.Told, number: int) -> list[tuple[int, str]]:
+            clock[0] += 3599
+            assert bool(told.why) is (number > 2), "and the starts of one attempt count together"
+            if told.why:
+                return [(75, "")]
+            return [(1, "host node-0 is gone: Ray: its machine is lost")] if number <= num_losses else [(0, "")]
+
+        def close(self) -> None:
+            clock[0] += 2
+
+    monkeypatch.setattr(driver, "Start", Start)
+    job = record_of(ray_job(max_hours=3 * 3598 / 3600 if num_losses else 2)).resolved
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"recovery": RecoverySpec(max_resumes=5)})})
+    driver._run(None, job, {}, driver.Told(job.spec.compute.max_hours), "")
+    assert read_events(capsys.readouterr().out)[-1].state == ended

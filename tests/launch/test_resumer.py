@@ -134,6 +134,17 @@ def test_without_capacity_an_elastic_job_goes_on_with_fewer_instances_as_the_lau
     assert job_resumer.on_fewer_instances(json.loads(fewer.model_dump_json())) == json.loads(fewer.model_dump_json())
 
 
+def test_while_there_is_no_capacity_the_number_of_instances_goes_down_to_the_smallest() -> None:
+    spec = {"compute": {"instance_count": 4, "spot": True}, "recovery": {}}
+    smaller_ones = [{"num_hosts": number} for number in (3, 2, 1)]
+    record = {"spec": spec, "resolved": {"num_hosts": 4}, "smaller": smaller_ones}
+    found = []
+    for _ in range(4):
+        record = job_resumer.on_fewer_instances(record)
+        found.append((record["resolved"]["num_hosts"], record["spec"]["compute"]["instance_count"]))
+    assert found == [(3, 3), (2, 2), (1, 1), (1, 1)], "the smallest is asked for again"
+
+
 def test_which_attempt_a_person_asked_for_goes_with_the_job(aws: Account, store: S3RecordStore) -> None:
     cloud = Aws(aws.client("s3"), LOST)
 
@@ -307,6 +318,22 @@ def test_a_record_that_others_keep_writing_is_an_error_and_changes_nothing(
     cloud, before = Aws(aws.client("s3")), read(store)
     monkeypatch.setattr(job_resumer.Records, "replace", lambda *_: False)
     with pytest.raises(RuntimeError, match="somebody else kept writing its record"):
+        cloud.resume(1)
+    assert (read(store), cloud.asked) == (before, [])
+
+
+def test_a_record_that_s3_lets_nobody_write_says_what_s3_says(aws: Account, store: S3RecordStore) -> None:
+    before, s3 = read(store), aws.client("s3")
+
+    class ReadOnly:
+        exceptions, get_object, head_object = s3.exceptions, s3.get_object, s3.head_object
+        get_paginator = s3.get_paginator
+
+        def put_object(self, **_: Any) -> None:
+            raise ClientError({"Error": {"Code": "AccessDenied", "Message": "not authorized"}}, "PutObject")
+
+    cloud = Aws(ReadOnly())
+    with pytest.raises(ClientError, match=r"AccessDenied.* PutObject"):
         cloud.resume(1)
     assert (read(store), cloud.asked) == (before, [])
 

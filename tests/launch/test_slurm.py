@@ -463,6 +463,7 @@ def test_a_log_without_line_ends_holds_no_other_up(tmp_path: Path) -> None:
         lines += block
         reads += 1
         assert reads < 30, cursor
+    assert {line.at_ms for line in lines} == {None}, "logs have no times: when they are read is none of them"
     read = {host: [line.text for line in lines if line.host == host] for host in texts}
     assert read["node-0"].count("progress 12%") == 60000 and read["node-0"][-1] == "last"
     assert "".join(read["node-1"]) == "é" * (2 * LOG_BYTES) + "last"

@@ -271,6 +271,18 @@ def test_wrong_input_is_one_line_and_runs_nothing(
     assert told in said
 
 
+def test_a_baseline_that_has_made_no_step_yet_is_nothing_to_judge_by(
+    job_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the candidate takes its hours."""
+    monkeypatch.setattr(canary, "seen", lambda job_id, *_: Ran(job_id, "Training", "", []))
+    monkeypatch.setattr(canary, "run_job", lambda *_: pytest.fail("it was run"))
+    baseline = "acme-tiny-20260131120000-1a2b"
+    assert run(["canary", job_path, "--set", "training.seed=1", "--against", baseline, "-e", "test"]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trainyard: ")]
+    assert f"--against {baseline}: has no metrics yet; name a job that made steps" in said
+
+
 def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
     job_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

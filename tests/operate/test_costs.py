@@ -5,6 +5,7 @@ import datetime
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,6 +226,12 @@ def test_the_forecast_goes_on_at_the_last_weeks_pace() -> None:
     assert sudden.pace_usd_per_day == 4, "today counts too: 29 USD in 7.25 days"
     assert sudden.low_usd is None, "days without cost say nothing of how days differ"
     begun = costs.forecast([charge_of(1, "6")], since=SINCE, until=UNTIL, now=day(1, 6))
+    days = [charge_of(number, "9") for number in (17, 18, 19)]
+    three = costs.forecast(days, since=SINCE, until=UNTIL, now=NOW)
+    assert three.low_usd is not None, "three days are enough to differ"
+    assert costs.forecast(days[1:], since=SINCE, until=UNTIL, now=NOW).low_usd is None, "two aren't"
+    unpriced = replace(charge_of(19, "1"), usd=None)
+    assert costs.forecast([*days, unpriced], since=SINCE, until=UNTIL, now=NOW) == three, "what has no price adds none"
     assert (begun.num_days, begun.pace_usd_per_day, begun.low_usd) == (0, 24, None)
     with pytest.raises(InputError, match="month 2026-03 is over"):
         costs.forecast([], since=SINCE, until=UNTIL, now=UNTIL)

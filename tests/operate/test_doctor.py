@@ -136,4 +136,4 @@ def test_the_verb_ends_with_1_where_something_fails(
 ) -> None:
     assert run(["doctor", "-e", str(environment_path)]) == 1
     out = capsys.readouterr().out
-    assert "fail stacks" in out and "mend: deploy the stacks: cdk deploy" in out
+    assert "fail stacks" in out and "mend: deploy the stacks: trainyard deploy" in out

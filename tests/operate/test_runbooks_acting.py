@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -221,7 +222,29 @@ def test_keys_are_rotated_and_go_on_to_be(tenant: TenantContract, run: Any, depl
     assert code == 0 and all(step["made"] for step in document["steps"])
     for key in tenant.keys.model_dump().values():
         assert kms.get_key_rotation_status(KeyId=key)["KeyRotationEnabled"]
-        assert f"aws kms rotate-key-on-demand --key-id {key}" in words_of(document)
+        assert f"aws kms rotate-key-on-demand --key-id {key} --region us-east-1" in words_of(document)
+        assert len(kms.list_key_rotations(KeyId=key)["Rotations"]) == 1
+    code, document, _ = run("rotate_keys", "--tenant", "acme", "--yes")
+    assert (code, document["steps"]) == (0, []), "repeated after an interruption, no key is rotated twice"
+    assert all("less than an hour ago" in one["words"] for one in document["findings"])
+
+
+def test_a_rotation_on_its_way_gets_no_second_one(
+    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = botocore.client.BaseClient._make_api_call
+
+    def begun(client: Any, operation: str, parameters: Any) -> Any:
+        answer = make(client, operation, parameters)
+        if operation == "GetKeyRotationStatus" and parameters["KeyId"] == tenant.keys.data:
+            answer["OnDemandRotationStartDate"] = datetime(2026, 1, 31, 12, tzinfo=UTC)
+        return answer
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", begun)
+    _, document, _ = run("rotate_keys", "--tenant", "acme")
+    rotated = [call for call in words_of(document) if "rotate-key-on-demand" in call]
+    assert len(rotated) == 3 and not any(tenant.keys.data in call for call in rotated)
+    assert "on its way since 2026-01-31T12:00:00Z" in document["findings"][0]["words"]
 
 
 def test_the_glass_is_broken_into_a_file_of_the_callers_alone_and_closed_for_good(
@@ -347,6 +370,28 @@ def test_a_record_that_cannot_be_read_hides_no_storm(
     assert [command[:2] for command in commands] == [["stop", JOB_ID], ["resume", JOB_ID]]
 
 
+def test_a_storm_is_seen_behind_any_number_of_newer_jobs_and_one_that_ended_holds_nobody_up(
+    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch, deployed: Account
+) -> None:
+    store = S3RecordStore(deployed.client("s3"), tenant.buckets.data)
+    ended = "acme-tiny-20260131120001-aaaa"
+    store.create(spot_job(reclaims=2, job_id=ended))
+    for number in range(60):
+        store.create(spot_job(reclaims=0, job_id=f"acme-tiny-2099013112{number:02d}00-1a2b").with_state("Completed"))
+    seen: list[list[str]] = []
+
+    def refuse(argv: Sequence[str]) -> str:
+        seen.append(list(argv[3:5]))
+        if ended in argv:
+            raise InputError(f"job {ended}: has ended already")
+        return "done"
+
+    monkeypatch.setattr(framework, "_run", refuse)
+    code, document, said = run("spot_storm", "--tenant", "acme", "--yes")
+    assert code == 1 and "2 of 2 running spot jobs" in document["findings"][0]["words"]
+    assert seen == [["stop", ended], ["stop", JOB_ID], ["resume", JOB_ID]] and "has ended already" in said
+
+
 def test_a_restore_is_checked_before_the_job_is_stopped(
     tenant: TenantContract, run: Any, commands: list[list[str]], deployed: Account
 ) -> None:
@@ -392,17 +437,36 @@ def test_a_checkpoint_that_cant_be_read_hides_no_other_from_a_restore(
     assert none[0] == 1 and "step 40: reading" in none[2] and "AccessDenied" in none[2]
 
 
-def test_a_job_moves_to_another_stage_or_cluster(tenant: TenantContract, run: Any, commands: list[list[str]]) -> None:
+def files_here(folder: Path) -> list[str]:
+    """Options that say where the job's files lie on this machine."""
+    names = {
+        "data.train.0.path": "train.jsonl",
+        "data.validation.0.path": "validation.jsonl",
+        "data.tokenizer": "tokenizer.json",
+    }
+    for name in names.values():
+        (folder / name).write_text("{}\n")
+    return [word for key, name in names.items() for word in ("--set", f"{key}={folder / name}")]
+
+
+def test_a_job_moves_to_another_stage_or_cluster(
+    tenant: TenantContract, run: Any, commands: list[list[str]], tmp_path: Path
+) -> None:
     run("move_job", JOB_ID, "--zero-stage", "3", "--yes")
     assert commands[1][0] == "resume" and '"zero_stage": 3' in commands[1][-1]
     commands.clear()
     assert run("move_job", JOB_ID, "--to", "local", "--yes")[0] == 2, "a folder is asked for"
-    run("move_job", JOB_ID, "--to", "local", "--folder", "/data/moved", "--yes")
+    code, _, said = run("move_job", JOB_ID, "--to", "local", "--folder", "/data/moved", "--yes")
+    assert (code, commands) == (2, []), "launch would refuse it, and the job be stopped for nothing"
+    assert "data.train.0.path: tenant://sets/train is not on this machine" in said and "--set KEY=PATH" in said
+    assert run("move_job", JOB_ID, "--zero-stage", "3", "--set", "training.steps=1")[0] == 2
+    run("move_job", JOB_ID, "--to", "local", "--folder", "/data/moved", *files_here(tmp_path), "--yes")
     assert [command[0] for command in commands] == ["stop", "checkpoints", "launch"]
     assert "checkpoint.destination=/data/moved" in commands[2]
     from trainyard.spec.job import load_job
 
-    assert load_job(Path(commands[2][1])).name == "tiny", "what is launched there is a job file"
+    launched = load_job(Path(commands[2][1]))
+    assert launched.name == "tiny" and launched.data.train[0].path == str(tmp_path / "train.jsonl")
 
 
 def test_a_tenant_comes_and_goes_by_the_same_verbs(
@@ -418,6 +482,13 @@ def test_a_tenant_comes_and_goes_by_the_same_verbs(
     commands.clear()
     refused = run("offboard", "--tenant", "acme", "--yes")
     assert (refused[0], commands) == (2, []) and "its data would be kept" in refused[2]
+    refused = run("onboard", "--tenant", "acme", "--monthly-usd", "999999", "--queue", "x=ml.p5.48xlarge:9", "--yes")
+    assert (refused[0], commands) == (2, []) and "--monthly-usd, --queue: tenant acme is in" in refused[2]
+    entry = yaml.safe_load(environment_path.read_text())["tenants"]["acme"]
+    same = ("--monthly-usd", str(entry["budget"]["monthly_usd"]), "--notify", *entry["budget"]["notify"])
+    assert run("onboard", "--tenant", "acme", *same, "--yes")[0] == 0, "the same command goes on"
+    assert [command[0] for command in commands] == ["deploy", "doctor"]
+    commands.clear()
     text = environment_path.read_text().replace("  acme:", "  acme:\n    removal: {data: shred}")
     environment_path.write_text(text)
     _, document, _ = run("offboard", "--tenant", "acme", "--yes")
@@ -437,6 +508,21 @@ def test_a_drill_fetches_each_newest_checkpoint_and_leaves_nothing(
     code, document, _ = run("disaster_drill", "--tenant", "acme", "--yes")
     faults = [one["words"] for one in document["findings"] if one["kind"] == "fault"]
     assert code == 1 and "data bucket: versions Suspended" in faults[0] and "could not come back" in faults[1]
+    own = {"job_id": f"{JOB_ID[:-4]}ffff", "checkpoint_destination": "s3://acme-checkpoints/y"}
+    S3RecordStore(s3, tenant.buckets.data).create(record_of().model_copy(update=own))
+    _, document, _ = run("disaster_drill", "--tenant", "acme", "--jobs", "1")
+    told = {one["kind"]: one["words"] for one in document["findings"] if "job " in one["words"]}
+    assert list(told) == ["unknown"] and "has saved nothing yet" in told["unknown"]
+
+
+def test_a_reader_that_ends_early_gets_no_traceback(evidence: Path, environment_path: Path) -> None:
+    words = [sys.executable, "-m", "trainyard.operate.runbooks", "fsx_full_or_slow", "--warm-up"]
+    words += [str(environment_path.parent), "-e", str(environment_path), "--evidence", str(evidence)]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    said = child.stderr.read()
+    assert child.wait() in (0, 1) and "Traceback" not in said and "Error" not in said, said
 
 
 def test_a_bucket_that_is_open_or_keeps_no_versions_fails_the_audit(
@@ -448,11 +534,30 @@ def test_a_bucket_that_is_open_or_keeps_no_versions_fails_the_audit(
     s3 = deployed.client("s3")
     closed = dict.fromkeys(("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets"), True)
     s3.put_public_access_block(Bucket="acme-data", PublicAccessBlockConfiguration=closed)
-    rule = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "aws:kms"}}
-    s3.put_bucket_encryption(Bucket="acme-data", ServerSideEncryptionConfiguration={"Rules": [rule]})
-    _, document, _ = run("audit_tenant", "--tenant", "acme", "--skip-isolation")
-    told = {one["words"].partition(":")[0]: one for one in document["findings"]}
-    assert told["bucket acme-data"]["kind"] == "clear"
+    # Without a key it is S3's own, and another tenant's is none of this one's either.
+    for own, kind in ((None, "fault"), (tenant.keys.logs, "fault"), (tenant.keys.data, "clear")):
+        default = {"SSEAlgorithm": "aws:kms"} | ({"KMSMasterKeyID": own} if own else {})
+        rules = [{"ApplyServerSideEncryptionByDefault": default}]
+        s3.put_bucket_encryption(Bucket="acme-data", ServerSideEncryptionConfiguration={"Rules": rules})
+        _, document, _ = run("audit_tenant", "--tenant", "acme", "--skip-isolation")
+        told = {one["words"].partition(":")[0]: one for one in document["findings"]}
+        assert told["bucket acme-data"]["kind"] == kind, own
+        assert (f"but by {own or 'aws:kms'}" in told["bucket acme-data"]["words"]) == (kind == "fault")
+
+
+def test_what_an_audit_found_is_told_also_where_its_proof_fails(
+    tenant: TenantContract, run: Any, doctor: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof and the doctor end with 1 and no error: what they found is on stdout."""
+    failing = (sys.executable, "-c", "print('NOT PROVEN'); print('acme reads globex'); raise SystemExit(1)")
+    monkeypatch.setattr(framework, "trainyard_command", lambda *_: failing)
+    code, document, said = run("audit_tenant", "--tenant", "acme")
+    assert code == 1 and [step["made"] for step in document["steps"]] == [False]
+    assert document["steps"][0]["answer"] == "NOT PROVEN\nacme reads globex" and document["findings"]
+    assert "a check failed, exit code 1" in said.splitlines()[-1]
+    report = framework.Report("audit_tenant", "acme", Path("x"), steps=document["steps"], error=JobFailedError("no"))
+    assert report.lines()[0].startswith("failed: trainyard isolation") and "  acme reads globex" in report.lines()
+    assert not any("--yes" in line for line in report.lines())
 
 
 def test_a_worse_image_is_rolled_back_whatever_the_reason(
@@ -528,7 +633,7 @@ def test_a_job_does_not_move_to_a_slurm_that_is_not_here(
 ) -> None:
     """It would be stopped, copied, and launched nowhere."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    move = ("move_job", JOB_ID, "--to", "slurm", "--folder", "/fsx/moved", "--yes")
+    move = ("move_job", JOB_ID, "--to", "slurm", "--folder", "/fsx/moved", *files_here(tmp_path), "--yes")
     code, _, said = run(*move)
     assert (code, commands) == (2, []) and "no `sbatch` is on the PATH here" in said
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
@@ -588,7 +693,7 @@ def test_a_removal_that_is_refused_half_way_does_not_end_as_if_nothing_was_chang
     assert main(["offboard", *arguments]) == code
     said = capsys.readouterr()
     assert "versions can't be deleted" in said.err and "nothing was changed" not in said.out
-    assert ("failed: trainyard tenant remove" in said.out) == (code == 1)
+    assert "failed: trainyard tenant remove" in said.out and ("--confirm acme" in said.out) == (code == 1)
 
 
 def test_paths_are_those_of_the_caller_wherever_the_steps_run(
@@ -610,7 +715,7 @@ def test_paths_are_those_of_the_caller_wherever_the_steps_run(
         ["onboard", "--tenant", "vision", "--like", "acme"],
         ["spot_storm", "--tenant", "acme"],
         ["restore_at_another_size", JOB_ID, "--instances", "1"],
-        ["move_job", JOB_ID, "--to", "local", "--folder", "moved"],
+        ["move_job", JOB_ID, "--to", "local", "--folder", "moved", *files_here(tmp_path)],
     ):
         commands.clear()
         main([*words, *where])

@@ -36,6 +36,7 @@ from runbook_testing.lines import (
 )
 
 from trainyard.launch.checkpoints import Checkpoint
+from trainyard.launch.compare import WARM_STEPS
 from trainyard.launch.elastic import reviser
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks import __main__ as command
@@ -460,6 +461,32 @@ def test_a_job_that_keeps_up_is_not_slow_and_one_unlucky_window_is_no_straggler(
     assert "no phase of the step shows why" in found("job_slow", below)[0].words
 
 
+@pytest.mark.parametrize(("times", "causes"), [(2, []), (3, ["straggler"])])
+def test_a_straggler_is_named_by_half_of_the_last_comparisons(times: int, causes: list[str]) -> None:
+    rows = rows_of(60, observed=observed(0.66))  # six comparisons
+    for row in rows[-10 * times + 9 :: 10]:
+        row["observed"] = observed(0.66, STRAGGLER)
+    judged = speed(rows, PLAN)
+    assert judged is not None and [one.cause for one in judged.slow] == causes
+
+
+def test_the_first_steps_of_each_attempt_which_load_and_compile_are_no_measure() -> None:
+    loads = rows_of(WARM_STEPS, seconds=30.0)
+    again = [{**row, "attempt": 2} for row in [*loads, *rows_of(4, first_step=WARM_STEPS + 1, seconds=2.0)]]
+    judged = speed(again, {})
+    assert judged is not None and (judged.num_steps, judged.step_seconds) == (4, 2.0)
+    both = speed([*loads, *rows_of(6, first_step=WARM_STEPS + 1, seconds=1.0), *again], {})
+    assert both is not None and (both.num_steps, both.of_best) == (10, 1.0)
+    only = speed(loads, {})
+    assert only is not None and only.step_seconds == 30.0, "there is nothing else yet"
+
+
+def test_steps_whose_parts_were_not_measured_are_no_better_times() -> None:
+    unmeasured = [{**row, "breakdown": dict.fromkeys(row["breakdown"], 0.0)} for row in rows_of(40)]
+    judged = speed([*unmeasured, *rows_of(30, first_step=41, seconds=1.1)], {})
+    assert judged is not None and judged.slow == ()
+
+
 def test_a_tenants_own_limit_says_which_of_its_jobs_are_slow(record: JobRecord) -> None:
     """What rings is what is explained: the alarm has the tenant's limit too."""
     rows = rows_of(60, seconds=1.2, communication=0.4, observed=observed(0.8))
@@ -475,6 +502,18 @@ def test_data_that_lie_on_lustre_are_the_file_systems_affair(record: JobRecord) 
     slow = evidence_of(lustre, (), SLOW["data"], state="Training", planned=PLAN)
     assert named(slow) == {"job_slow", "fsx_full_or_slow"}
     assert "fsx://tokens" in found("fsx_full_or_slow", slow)[0].words
+
+
+def test_a_job_that_diverged_before_its_first_save_begins_anew(record: JobRecord) -> None:
+    """There is nothing to copy then; where one is there, or may be, it goes on from before."""
+    gone = [*rows_of(3), *rows_of(1, first_step=4)]
+    gone[-1]["loss"] = None
+    away = {"checkpoints": "AccessDenied"}
+    for kept, missing, copies in (((), {}, False), ((checkpoint(2),), {}, True), ((), away, True)):
+        (told, *_) = found("loss_diverged", evidence_of(record, (), gone, checkpoints=kept, missing=missing))
+        assert any("checkpoints copy" in line for line in told.then) is copies
+        assert ("checkpoint.destination=FOLDER" in told.then[-1]) is copies
+        assert told.then[-1].startswith("trainyard launch JOB.yaml --set training.on_anomaly=rollback")
 
 
 def test_silence_of_a_running_job_is_a_hang_only_beyond_its_limit(record: JobRecord) -> None:
@@ -495,6 +534,8 @@ def test_a_loss_that_climbs_jumps_or_is_no_number_diverged(record: JobRecord) ->
     skipped = [*rows_of(30), {**rows_of(1, first_step=31)[0], "grad_norm": None, "skipped": True}]
     noisy = [row for step in range(60) for row in rows_of(1, first_step=step + 1, loss=2.0 + 0.4 * (step % 3))]
     assert (diverged(skipped), diverged(noisy)) == ("", "")
+    negative = [*rows_of(40, loss=-3.0), *rows_of(20, first_step=41, loss=-2.5)]
+    assert diverged(negative) == "", "of a loss below zero twice the best is less, and no divergence"
 
 
 def checkpoint(step: int, *, problem: str = "", committed: bool = True) -> Checkpoint:

@@ -1,15 +1,19 @@
 """What an alarm saw is what its runbook finds, of a job on AWS too: how old the newest checkpoint is, how long a job
 has waited. Its figures come with its checkpoints, so that only its lines and its record tell."""
 
+import errno
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runbook_testing import evidence_of, record_of, rows_of
 
+from trainyard.errors import InputError
 from trainyard.launch.backend import LogCursor, LogLine, Observation
 from trainyard.launch.checkpoints import Checkpoint
 from trainyard.launch.place import Place
@@ -74,6 +78,51 @@ def test_a_job_on_aws_whose_saves_fail_is_stale_by_its_lines(tmp_path: Path, mon
     assert "the tenant's may be 1200 s old" in stale.words
     assert "40 steps (27" in stale.decided_by[0] and "of step 5" in stale.decided_by[0]
     assert any("not committed" in words for words in stale.decided_by), "and why"
+
+
+def test_what_a_job_of_this_machine_wrote_of_its_faults_is_kept_with_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it ran may be cleaned up before anybody reads the evidence."""
+    written = {
+        "recovery.jsonl": '{"at": "t", "what": "restarted"}\n',
+        "left_out_batches.jsonl": "{}\n",
+        "stacks/rank-0.txt": "Thread 0x1\n",
+        "anomalies/step-3/batch.json": "[]\n",
+    }
+    for name, text in written.items():
+        path = tmp_path / "own" / "output" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    record = record_of().model_copy(update={"checkpoint_destination": str(tmp_path / "own")})
+    evidence = gathered(tmp_path, monkeypatch, Lines([line(1, 5)]), record=record)
+    kept = tmp_path / "evidence"
+    assert {name: (kept / name).read_text(encoding="utf-8") for name in written} == written
+    assert "step=1 loss=2.0" in (kept / "lines.txt").read_text(encoding="utf-8")
+    assert [one["what"] for one in evidence.recoveries] == ["restarted"]
+
+
+@pytest.mark.parametrize(
+    ("copier", "name", "error"),
+    [
+        ("copyfile", "recovery.jsonl", OSError(errno.ENOSPC, "No space left on device")),
+        ("copytree", "stacks", shutil.Error([("from", "to", "[Errno 28] No space left on device")])),
+    ],
+)
+def test_a_disk_that_fills_while_evidence_is_copied_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copier: str, name: str, error: OSError
+) -> None:
+    output = tmp_path / "own/output"
+    (output / "stacks").mkdir(parents=True)
+    (output / "recovery.jsonl").write_text("{}\n", encoding="utf-8")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(shutil, copier, full)
+    record = record_of().model_copy(update={"checkpoint_destination": str(tmp_path / "own")})
+    with pytest.raises(InputError, match=rf"{name} can't be written \(.*No space left on device\); give another"):
+        gathered(tmp_path, monkeypatch, Lines([line(1, 5)]), record=record)
 
 
 def test_without_any_checkpoint_the_age_is_since_the_first_step(

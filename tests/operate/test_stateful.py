@@ -207,6 +207,55 @@ def test_a_hyperpod_cluster_goes_before_the_roles_that_its_machines_act_as(
     assert [arguments[1] for arguments in asked] == ["--all"]
 
 
+NAMESAKE = "trainyard-dev-acme-foundation"
+CHANGED_VPC = {STACK: changed("Vpc", CidrBlock="10.64.16.0/20")}
+
+
+@pytest.mark.parametrize(
+    ("there", "old", "new", "accepted", "told"),
+    [
+        ([STACK], {STACK: SAMPLE}, CHANGED_VPC, [], rf"would lose .*--accept-loss {STACK}/Vpc"),
+        ([STACK], {STACK: SAMPLE}, CHANGED_VPC, [f"{STACK}/Data"], r"would replace or drop no such resource"),
+        ([STACK, TRAINING], pair("Files", uses=("Files",)), pair(), [], r"in two deployments"),
+        ([NAMESAKE], {}, {STACK: SAMPLE}, [], rf"refused: tenant acme .*{NAMESAKE}"),
+        ([STACK], {STACK: SAMPLE}, CHANGED_VPC, [f"{STACK}/Vpc"], None),
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_is_deployed(
+    there: list[str],
+    old: dict[str, Any],
+    new: dict[str, Any],
+    accepted: list[str],
+    told: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(deployment, "cdk", lambda _, arguments, *rest: asked.append(arguments[0]))
+    monkeypatch.setattr(deployment, "prepare", lambda *_: new)
+    monkeypatch.setattr(deployment, "open_account", lambda _: None)
+    monkeypatch.setattr(deployment, "deployed_stacks", lambda _: there)
+    monkeypatch.setattr(deployment, "failed_creations", lambda *_: [])
+    monkeypatch.setattr(deployment, "release", lambda *_: None)
+    monkeypatch.setattr(deployment, "deployed_templates", lambda *_: old)
+    spec: Any = SimpleNamespace(emulated=False)
+    account: Any = None
+
+    def deploy() -> None:
+        deployment.deploy(
+            tmp_path, tmp_path, spec, {}, work=tmp_path, progress=lambda _: None, accepted_losses=accepted
+        )
+
+    if told is None:
+        deploy()
+        assert asked == ["deploy"]
+        return
+    for attempt in (deploy, lambda: deployment.check(tmp_path, tmp_path, account, [], accepted)):
+        with pytest.raises(InputError, match=told):
+            attempt()
+    assert asked == []
+
+
 def test_nobody_takes_the_assembly_from_a_deployment_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +319,12 @@ def test_tenants_that_would_take_each_others_jobs_for_their_own_are_not_deployed
     with pytest.raises(InputError, match=rf"refused: .*{deployed}.*\(acme-\*\)") as refused:
         refuse_namesakes([deployed], wanted)
     assert "\n" not in str(refused.value)
+
+
+def test_a_tenant_whose_jobs_one_that_is_there_would_take_for_its_own_is_not_deployed() -> None:
+    there, wanted = "trainyard-dev-acme-foundation", ["trainyard-test-acme-labs-foundation"]
+    with pytest.raises(InputError, match=rf"refused: tenant acme of .*{there}.*\(acme-\*\)"):
+        refuse_namesakes([there], wanted)
 
 
 def test_tenants_that_have_met_already_can_still_be_deployed() -> None:

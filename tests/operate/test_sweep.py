@@ -356,13 +356,20 @@ def test_losers_are_stopped_by_the_ordinary_way_and_the_rest_completes(begun: An
     assert SweepStore("s", runner.store.folder.parent).read() == runner.record, "all of it is kept"
 
 
-@pytest.mark.parametrize(("parallel", "last"), [(3, "Completed"), (1, "Stopped")])
+@pytest.mark.parametrize(
+    ("rule", "parallel", "second", "last"),
+    [
+        ("median", 3, "Completed", "Completed"),
+        ("median", 1, "Completed", "Stopped"),
+        ("halving", 1, "Stopped", "Stopped"),  # at its rungs, which are shares of all the steps
+    ],
+)
 def test_a_job_in_epochs_is_judged_once_a_trial_has_shown_how_many_steps_they_are(
-    begun: Any, parallel: int, last: str
+    begun: Any, rule: str, parallel: int, second: str, last: str
 ) -> None:
     over = ("training.learning_rate=1e-3,2e-3,3e-3", "training.steps=null", "training.epochs=1")
-    runner, machines = begun(parallel=parallel, stop_rule="median", over=over)
-    assert [one.state for one in runner.run(machines.tick).lines] == ["Completed", "Completed", last]
+    runner, machines = begun(parallel=parallel, stop_rule=rule, over=over)
+    assert [one.state for one in runner.run(machines.tick).lines] == ["Completed", second, last]
 
 
 def test_no_more_run_at_once_than_asked_for(begun: Any) -> None:
@@ -576,6 +583,22 @@ def test_what_the_resumer_starts_again_is_seen_and_counted(begun: Any, comes_bac
     assert found.lines[0].state == ("Completed" if comes_back else "Failed")
     assert found.usd == pytest.approx(12.0 if comes_back else 12 * 10 / 90)
     assert ticks < 2 * runner_module.LATE_LOOKS, "one that does not come back is not waited for for ever"
+
+
+def test_a_failed_trial_that_no_resumer_starts_again_is_over_at_once(begun: Any) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none", num_trials=1)
+    load, ticks = runner.launcher.load, 0
+    runner.launcher.load = lambda name, overrides: load(name, [*overrides, "recovery.max_resumes=2"])
+    job_id = begin_and_fail(runner, machines)
+    assert watch.may_be_resumed(runner.launcher.place_of_all.store.read(job_id).record), "were there a resumer"
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        machines.tick()
+
+    assert runner.run(tick).lines[0].state == "Failed"
+    assert ticks < 3, "nobody is waited for"
 
 
 def test_who_only_looks_stops_and_writes_nothing(begun: Any) -> None:

@@ -413,8 +413,9 @@ def test_the_plan_tells_what_no_stack_owns(policy: Any, fate: str) -> None:
     """A plan that lists less than the removal deletes would be agreed to for the wrong reason."""
     environment = load_environment(checkout_root() / "environments" / "local.yaml")
     group = "/aws/sagemaker/Clusters/trainyard-local-acme/a1b2"
-    planned = removal.Plan(environment, "acme", policy, None, {}, (), {}, Unfinished(), 3, ("acme-job",), (group,))
-    assert planned.lines()[1:] == [
+    stacks = {"trainyard-local-acme-foundation": "CREATE_COMPLETE"}
+    planned = removal.Plan(environment, "acme", policy, None, stacks, (), {}, Unfinished(), 3, ("acme-job",), (group,))
+    assert planned.lines()[2:] == [
         f"  3 log streams of its jobs in /aws/sagemaker/TrainingJobs: {fate}",
         f"  Logs::LogGroup {group}: {fate}",
         "  1 roles of its jobs: deleted",

@@ -284,6 +284,7 @@ def asked() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
         ({"USERNAME": "bob"}, None),
         ({"USERNAME": "bob", "PASSWORD": "s3:crét"}, f"Basic {base64.b64encode('bob:s3:crét'.encode()).decode()}"),
         ({"TOKEN": "abc\n"}, "Bearer abc"),
+        ({"TOKEN": "\ufeffabc\r\n"}, "Bearer abc"),
         ({"USERNAME": "bob", "PASSWORD": "x", "TOKEN": "abc"}, f"Basic {base64.b64encode(b'bob:x').decode()}"),
     ],
 )

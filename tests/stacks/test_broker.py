@@ -98,10 +98,10 @@ def test_the_alarm_on_its_errors_says_all_that_they_may_mean(
         (alarm,) = (item for name, item in resources.items() if name.startswith("BrokerFailed"))
         return str(alarm["Properties"]["AlarmDescription"])
 
-    lines = {said(resources).partition(": ")[2] for resources in stacks.values()}
-    assert len(lines) == 1 and "not submitted, or roles of jobs that are over still stand" in lines.pop()
+    for resources in stacks.values():
+        assert "not submitted, or roles of jobs that are over still stand" in said(resources)
     plain = templates["production"]["trainyard-production-perception-training"]["Resources"]
-    assert "the broker failed, so that a job was not submitted; its log says why:" in said(plain)
+    assert "the broker failed, so that a job was not submitted. Why:" in said(plain)
 
 
 def test_a_call_that_looks_as_long_as_it_may_has_time_to_wait_for_a_role() -> None:

@@ -107,10 +107,32 @@ def load_for_backend(
     if backend is not None:
         moved.append(f"compute.backend={backend}")
     if backend == "local":
-        # This machine has neither the type nor the number of the hosts that the file names.
-        moved += ["compute.instance_type=null", "compute.instance_count=1", "compute.spot=false"]
-        moved += ["compute.max_wait_hours=null", "compute.queue=null", "recovery.elastic=null"]
+        _tell_unused(overrides, say)
+        moved += [f"{name}={value}" for name, value in _HERE.items()]
     return load_job(path, moved)
+
+
+_HERE = {
+    "compute.instance_type": "null",
+    "compute.instance_count": "1",
+    "compute.spot": "false",
+    "compute.max_wait_hours": "null",
+    "compute.queue": "null",
+    "recovery.elastic": "null",
+}
+"""This machine has neither the type nor the number of the hosts that a job names, nor what else is of those."""
+
+
+def _tell_unused(overrides: list[str], say: Callable[[str], None]) -> None:
+    """A file names what it needs elsewhere; who sets it for this launch hears that it changes nothing."""
+    from trainyard.spec.base import apply_overrides
+
+    here = apply_overrides({}, [f"{name}={value}" for name, value in _HERE.items()])
+    for override in overrides:
+        name = next((name for name in _HERE if override.startswith((f"{name}=", f"{name}."))), None)
+        if name is not None and apply_overrides(here, [override]) != here:
+            of_ranks = "; --processes N says how many ranks" if name == "compute.instance_count" else ""
+            say(f"--set {override} changes nothing: --backend local is one host, this machine{of_ranks}")
 
 
 def _left_on_sagemaker(path: Path, backend: str, say: Callable[[str], None]) -> list[str]:
@@ -492,6 +514,7 @@ def summary(record: "JobRecord", current: "Status | None" = None, *, state: str 
 
     `state`: what is known of it now, where that is all (`jobs`).
     """
+    from trainyard.cli.tables import next_step
     from trainyard.launch.record import TERMINAL_STATES
 
     state = state or (current.state if current else record.state)
@@ -514,5 +537,5 @@ def summary(record: "JobRecord", current: "Status | None" = None, *, state: str 
         "running_seconds": observation.running_seconds if observation else None,
         "billable_seconds": observation.billable_seconds if observation else None,
         "states": [change.model_dump() for change in record.states],
-        "advice": current.advice if current else "",
+        "advice": next_step(current) if current else "",
     }

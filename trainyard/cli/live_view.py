@@ -106,6 +106,8 @@ def _speed(plan: dict[str, Any], seen: Seen) -> str:
 
 
 def _checkpoint(seen: Seen, now: datetime) -> str:
-    if seen.saved_step is None or seen.saved_at is None:
+    if seen.saved_step is None:
         return "none yet"
+    if seen.saved_at is None:
+        return f"step {seen.saved_step:,}; its log doesn't say when"
     return f"step {seen.saved_step:,}, {duration(now.timestamp() - seen.saved_at)} ago"

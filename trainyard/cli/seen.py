@@ -4,13 +4,14 @@ import math
 import re
 import statistics
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from trainyard.launch.backend import LogLine
 from trainyard.launch.watch import Status
 
 _STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* (?P<unit>tokens|images)_per_second=(?P<speed>\S+))?")
 _STEP_SECONDS = re.compile(r" step_seconds=(\S+)")
-_SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed ")
+_SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed (?:.* at=(?P<at>\S+))?")
 
 RECENT_STEPS = 20
 """Whose median is the step's time now: enough that a validation or a save in between doesn't move it."""
@@ -30,13 +31,13 @@ class Seen:
     step_seconds: list[float] = field(default_factory=list)
     """Of the last steps."""
     saved_step: int | None = None
-    """Of the newest committed checkpoint, and with the next when it was said (epoch)."""
+    """Of the newest committed checkpoint, and with the next when that was (epoch), where the log tells it."""
     saved_at: float | None = None
 
     def read(self, line: LogLine) -> bool:
         """Take in one line; whether it was a step."""
         if (saved := _SAVED.match(line.text)) is not None:
-            self.saved_step, self.saved_at = int(saved["step"]), line.at_ms / 1000
+            self.saved_step, self.saved_at = int(saved["step"]), _moment(saved["at"], line.at_ms)
         match = _STEP.match(line.text)
         if match is None:
             return False
@@ -80,3 +81,13 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+def _moment(told: str | None, at_ms: int | None) -> float | None:
+    """Since the epoch: when the log's keeper got the line, else what the line says, by the clock of its machine."""
+    if at_ms is not None:
+        return at_ms / 1000
+    try:
+        return None if told is None else datetime.fromisoformat(told).timestamp()
+    except ValueError:  # the end of a cut line
+        return None

@@ -12,6 +12,7 @@ from trainyard.launch.goodput import Goodput
 from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
+from trainyard.operate.runbooks.log_lines import RUNBOOKS, classify, decisive
 
 _COLOURS = {"Completed": "green", "Failed": "red", "Stopped": "yellow", "Interrupted": "yellow", "Created": "yellow"}
 
@@ -44,9 +45,21 @@ def status_table(current: Status, reached: Goodput | None = None) -> Group:
         facts.add_row("forced", "; ".join(record.forced))
     facts.add_row("checkpoints", record.checkpoint_destination)
     parts: list[Table | Text] = [facts, _history(record)]
-    if current.advice:
-        parts.append(Text(f"next: {current.advice}"))
+    if advice := next_step(current):
+        parts.append(Text(f"next: {advice}"))
     return Group(*parts)
+
+
+def next_step(current: Status) -> str:
+    """What a person can do now: of a job that failed of what a runbook looks into, that runbook first."""
+    failure = current.record.attempt.failure
+    hit = decisive(classify([failure])) if current.state == "Failed" and failure else None
+    if hit is None or not RUNBOOKS[hit.fault].startswith("scripts/"):
+        return current.advice
+    look = f"`{RUNBOOKS[hit.fault]} {current.record.job_id}{current.options}`"
+    if hit.fault == "diverged":  # a resume keeps data, rate and clipping
+        return f"{look} says from where to begin anew: a resume would diverge again"
+    return f"{look} looks into why; then {current.advice}"
 
 
 def _history(record: JobRecord) -> Table:

@@ -1,4 +1,4 @@
-"""`trainyard tenant add|show|remove`: a tenant comes into an environment file, is looked at, and leaves."""
+"""`trainyard tenant add|show|logs|remove`: a tenant comes into an environment file, is looked at, and leaves."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainyard.operate.tenants.removal import Report
     from trainyard.spec.platform import EnvironmentSpec
 
-app = typer.Typer(help="Tenants of an environment: add, show, remove.", no_args_is_help=False)
+app = typer.Typer(help="Tenants of an environment: add, show, logs, remove.", no_args_is_help=False)
 
 EnvironmentArgument = Annotated[
     str, typer.Argument(metavar="ENV.yaml", help="The environment file, or a name for environments/<name>.yaml.")
@@ -36,7 +36,7 @@ EndedOption = Annotated[
 
 @app.callback(invoke_without_command=True)
 def _no_verb(context: typer.Context) -> None:
-    """Tenants of an environment: add, show, remove."""
+    """Tenants of an environment: add, show, logs, remove."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -129,6 +129,37 @@ def show(environment: EnvironmentArgument, name: NameArgument, as_json: JsonOpti
     print(f"contract: {found.contract}")
     if found.cost is not None:
         _print_cost(found.cost)
+
+
+@app.command()
+def logs(
+    environment: EnvironmentArgument,
+    name: NameArgument,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="The connections that its security groups refused, instead.")
+    ] = False,
+    hours: Annotated[float, typer.Option("--hours", help="How far back.", min=0.01, max=24 * 731)] = 3.0,
+) -> None:
+    """Print what a tenant's functions wrote (broker, meter, detective, resumer): where its alarms' causes are told.
+
+    Example: trainyard tenant logs environments/production.yaml language --hours 12
+    """
+    from trainyard.launch.contract import check_tenant
+    from trainyard.launch.place import environment_file
+    from trainyard.launch.session import open_account
+    from trainyard.operate.tenants.logs import function_lines, refused_connections
+    from trainyard.spec.platform import load_environment
+
+    path = environment_file(environment)
+    spec = load_environment(path)
+    check_tenant(spec, name, str(path))
+    read, what = (refused_connections, "no refused connection") if rejected else (function_lines, "no line")
+    is_empty = True
+    for line in read(open_account(spec), spec, name, hours=hours):
+        is_empty = False
+        print(line)
+    if is_empty:
+        print(f"{what} of tenant {name} in the last {hours:g} hours; --hours N looks further back", file=sys.stderr)
 
 
 @app.command()

@@ -32,6 +32,8 @@ _START_SECONDS = 180.0
 _STOP_SECONDS = 15.0
 _ANSWER_SECONDS = 60.0
 """For a daemon that holds its lock: it is there, however busy. Taken for dead, it would lose its jobs."""
+_GOING_SECONDS = 5.0
+"""A killed process's lock lives until the last of its threads is gone, a moment after it stops answering."""
 _FULL_BYTES = 4096
 """Less room than that takes no line of a log."""
 _START_LOCK_FILE = "start.lock"
@@ -114,6 +116,8 @@ def _settled(state_dir: Path) -> EmulatorInfo | None:
     """The daemon that runs here, or None; AwsRefusedError for one that doesn't answer, which is no killed one."""
     _written_info(state_dir)
     found = find(state_dir)
+    if found is None:
+        _wait_until_gone(state_dir, _GOING_SECONDS)
     if found is None and daemon_alive(state_dir):
         raise AwsRefusedError(
             f"{state_dir}: an emulator runs here and doesn't answer; see {state_dir / LOG_FILE}, or end it and its "

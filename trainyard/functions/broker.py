@@ -87,12 +87,13 @@ def _submit(job_id: Any) -> dict[str, Any]:
         "prices": settings["prices"],
         "gpus": settings.get("gpus", {}),
         "now": datetime.datetime.now(datetime.UTC),
+        "follows_spot": contract.get("when_spent") == "stop",
     }
     if shares:
         batch = boto3.client("batch")
         queued = QueueLedger(s3, sagemaker, batch=batch, **kept)
         return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest, prepare=make_role)
-    ledger = Ledger(s3, sagemaker, **kept, follows_spot=contract.get("when_spent") == "stop")
+    ledger = Ledger(s3, sagemaker, **kept)
     entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
     entry |= {"usd_per_hour": PREPAID} if compute.get("training_plan") else {}
     warnings: list[str] = []

@@ -187,6 +187,8 @@ class QueueLedger(Ledger):
             if found is not None and found["billed"] is None and is_promised:
                 found = None
             yield name, found
+        if self._follows_spot:
+            yield from self._spot_again(jobs, {name for name, state in states.items() if state in RUNS})
 
     def _over(self, waiting: Jobs) -> Iterator[str]:
         """Which of the promised jobs have ended, or were never seen, or went with their queue."""

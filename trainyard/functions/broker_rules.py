@@ -229,11 +229,19 @@ def check_quota(
         listed = ", ".join(f"{job['name']} ({job['count']})" for job in jobs)
         full.append(
             f"{held} of the {queue['max_instances']} instances of queue {name} are held by {listed or 'nobody'}"
+            + _also_of(jobs, name, contract["queues"])
         )
     raise Refused(
         f"compute.instance_count {num_hosts}: over the quota of tenant {contract['tenant']}: {'; '.join(full)}; wait "
         "until one ends, stop one (trainyard stop), or raise max_instances of the queue in the environment file"
     )
+
+
+def _also_of(jobs: Iterable[Mapping[str, Any]], name: str, queues: Mapping[str, Any]) -> str:
+    """What a queue's holders may be held in besides: of a job that runs SageMaker tells the type, and no queue."""
+    kinds = {job["type"] for job in jobs}
+    others = [other for other, queue in queues.items() if other != name and kinds & set(queue["instance_types"])]
+    return f" (a job counts in each queue that offers its type: {', '.join([name, *others])})" if others else ""
 
 
 def check_share(compute: Mapping[str, Any], num_hosts: int, contract: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,8 +54,9 @@ class LogLine:
 
     host: str
     text: str
-    at_ms: int
-    """Milliseconds since the epoch."""
+    at_ms: int | None
+    """When it was written, milliseconds since the epoch; None where its backend doesn't say: a file has no times, and
+    when it was read says nothing of a job that somebody looks at hours later."""
 
 
 @dataclass

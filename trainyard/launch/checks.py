@@ -69,7 +69,7 @@ def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[Runnin
             f"{largest} x {instance_type}; use fewer, or raise max_instances of the queue in the environment file"
         )
     if compute.instance_count == 1:
-        return _with_room(job, roomy, running)
+        return _with_room(job, roomy, running, contract.queues)
     multi_node = [name for name, queue in roomy.items() if queue.multi_node]
     if not multi_node:
         raise InputError(
@@ -81,7 +81,7 @@ def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[Runnin
             f"compute.instance_type {instance_type}: has no EFA: {compute.instance_count} hosts would talk over "
             "TCP; use one host, or a type with EFA such as ml.p5.4xlarge"
         )
-    return _with_room(job, {name: roomy[name] for name in multi_node}, running)
+    return _with_room(job, {name: roomy[name] for name in multi_node}, running, contract.queues)
 
 
 def check_share(job: JobSpec, contract: TenantContract) -> None:
@@ -107,7 +107,13 @@ def check_destination(job: JobSpec, contract: TenantContract) -> None:
         )
 
 
-def _with_room(job: JobSpec, queues: Mapping[str, QueueContract], running: Sequence[RunningJob]) -> str:
+def _with_room(
+    job: JobSpec,
+    queues: Mapping[str, QueueContract],
+    running: Sequence[RunningJob],
+    offers: Mapping[str, QueueContract],
+) -> str:
+    """The first of `queues` with room; `offers`: all of the tenant's."""
     count, full = job.compute.instance_count, []
     for name, queue in queues.items():
         holders = [other for other in running if other.instance_type in queue.instance_types]
@@ -115,7 +121,10 @@ def _with_room(job: JobSpec, queues: Mapping[str, QueueContract], running: Seque
         if held + count <= queue.max_instances:
             return name
         jobs = ", ".join(f"{other.name} ({other.instance_count})" for other in holders)
-        full.append(f"{held} of the {queue.max_instances} instances of queue {name} are held by {jobs}")
+        kinds = {other.instance_type for other in holders}
+        also = [other for other in offers if other != name and kinds & set(offers[other].instance_types)]
+        shared = f" (a job counts in each queue that offers its type: {', '.join([name, *also])})" if also else ""
+        full.append(f"{held} of the {queue.max_instances} instances of queue {name} are held by {jobs}{shared}")
     raise InputError(
         f"compute.instance_count {count}: over the quota of tenant {job.tenant}: {'; '.join(full)}; wait until one "
         "ends, stop one (trainyard stop), or raise max_instances of the queue in the environment file"

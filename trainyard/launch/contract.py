@@ -44,7 +44,7 @@ def how_to_deploy(environment: EnvironmentSpec) -> str:
     if environment.emulated:
         # The CDK CLI by hand would need the emulator's endpoint and key in its environment.
         return "deploy the stacks: scripts/quickstart"
-    return f"deploy the stacks: cdk deploy --all -c environment=environments/{environment.name}.yaml"
+    return f"deploy the stacks: trainyard deploy environments/{environment.name}.yaml"
 
 
 def read_image(account: Account, parameter: str, *, emulated: bool) -> str:

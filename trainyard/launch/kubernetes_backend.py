@@ -142,7 +142,7 @@ class KubernetesBackend:
             if _container(pod).get("state", {}).keys() & {"running", "terminated"}:
                 lines += self._new_lines(where, pod, cursor)
         cursor.more = False
-        return sorted(lines, key=lambda line: line.at_ms)
+        return sorted(lines, key=lambda line: line.at_ms or 0)
 
     def _new_lines(self, where: Where, pod: dict[str, Any], cursor: LogCursor) -> list[LogLine]:
         name = str(pod["metadata"]["name"])

@@ -133,8 +133,7 @@ class LocalBackend:
             return []
         whole = content[: content.rfind(b"\n") + 1]
         cursor.positions["log.txt"] = str(offset + len(whole))
-        now_ms = int(time.time() * 1000)
-        return [LogLine("local", line, now_ms) for line in whole.decode("utf-8", "replace").splitlines()]
+        return [LogLine("local", line, None) for line in whole.decode("utf-8", "replace").splitlines()]
 
 
 def _was_started(directory: Path, record: JobRecord) -> bool:

@@ -108,6 +108,10 @@ class QueueBackend(SageMakerBackend):
         name = record.attempt.training_job_name
         queued = self._queued(record)
         if queued is None:
+            started = self._newest_start(name)
+            if started is not None and not observation(started, record.attempt.number).finished:
+                super().stop(record)  # a job from before the tenant queued: Batch has never had it
+                return
             raise InputError(f"job {record.job_id}: Batch doesn't know {name} any more; there is nothing to stop")
         with aws_errors("stopping", f"job {name}"):
             self._launcher.client("batch").terminate_service_job(jobId=queued["jobId"], reason=STOPPED_BY)

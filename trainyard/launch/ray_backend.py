@@ -8,7 +8,6 @@ import base64
 import gzip
 import json
 import shlex
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -275,7 +274,7 @@ def _unseen(host: str, actor: str, why: str, cursor: LogCursor) -> Iterable[LogL
     cursor.positions[mark] = here
     which = "log" if here in ("", "0") else "further log"
     words = f"Ray gives no {which} of this start here: {why}; is its machine, and Ray's own agent on it, up?"
-    return [LogLine(host, f"({words})", int(time.time() * 1000))]
+    return [LogLine(host, f"({words})", None)]
 
 
 def _new_lines(host: str, key: str, content: bytes, cursor: LogCursor) -> Iterable[LogLine]:
@@ -283,6 +282,5 @@ def _new_lines(host: str, key: str, content: bytes, cursor: LogCursor) -> Iterab
     offset = int(cursor.positions.get(key, "0"))
     whole = content[offset : content.rfind(b"\n") + 1]
     cursor.positions[key] = str(offset + len(whole))
-    now_ms = int(time.time() * 1000)
     texts = whole.decode("utf-8", "replace").splitlines()
-    return [LogLine(host, text, now_ms) for text in texts if not text.startswith(_RAYS_MARKS)]
+    return [LogLine(host, text, None) for text in texts if not text.startswith(_RAYS_MARKS)]

@@ -180,7 +180,7 @@ class SageMakerBackend:
             for prefix in self._log_prefixes(record):
                 for stream in self._streams(logs, prefix):
                     lines += _read_stream(logs, stream, cursor)
-        return sorted(lines, key=lambda line: line.at_ms)
+        return sorted(lines, key=lambda line: line.at_ms or 0)
 
     def _log_prefixes(self, record: JobRecord) -> list[str]:
         """How the names of the newest attempt's log streams begin."""

@@ -8,7 +8,6 @@ known as long as the folder is, however soon Slurm forgets its jobs.
 import base64
 import codecs
 import shlex
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -264,7 +263,6 @@ class SlurmBackend:
         if answer.code:  # as of a look: a job without a line ends the script with 0
             raise AwayError(f"{self._shell.where}: logs can't be read there: {answer.words}")
         cursor.more = False
-        now_ms = int(time.time() * 1000)
         lines: list[LogLine] = []
         for line in answer.out.splitlines():
             _, name, offset, *rest = line.split(" ")
@@ -274,7 +272,7 @@ class SlurmBackend:
             cursor.positions[name] = str(int(offset) + len(whole))
             cursor.more = cursor.more or is_full
             host = name.removesuffix(".txt")
-            lines += [LogLine(host, text, now_ms) for text in whole.decode("utf-8", "replace").splitlines()]
+            lines += [LogLine(host, text, None) for text in whole.decode("utf-8", "replace").splitlines()]
         return lines
 
 

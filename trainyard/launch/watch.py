@@ -39,6 +39,7 @@ STREAMS_A_SECOND = 5
 """Of a large job's many logs: CloudWatch Logs counts the reads of all of an account together (25 a second)."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FROM = "from its newest checkpoint (without one, from its first step)"
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class Status:
                 f"launcher is still at work, `trainyard resume {job}` submits it"
             )
         if self.observation is None:
-            return f"the backend no longer knows it: `trainyard resume {job}` starts it from its newest checkpoint"
+            return f"the backend no longer knows it: `trainyard resume {job}` starts it {_FROM}"
         if self.state in {"Failed", "Stopped"}:
-            return f"`trainyard resume {job}` starts it from its newest checkpoint"
+            return f"`trainyard resume {job}` starts it {_FROM}"
         return ""
 
 

@@ -103,7 +103,9 @@ class Server:
 
     def _headers(self, method: str, address: str, body: bytes | None, headers: dict[str, str]) -> dict[str, str]:
         """Of a request: with the user's word, where the environment has one as MLflow's own client takes it."""
-        user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in _SECRETS)
+        # A file that Windows wrote begins with a byte order mark, which no header takes and no shell drops.
+        given = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in _SECRETS)
+        user, password, token = (one.removeprefix("\ufeff") for one in given)
         if user and password:
             return {**headers, "Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
         # A line's end that came with a token from a file would be told as what is wrong, with the token.

@@ -277,8 +277,9 @@ class OptimizerSpec(SpecModel):
     """Keeps a running average of the weights beside them, which each step moves by 1 - this; null: none. It lies in the
     checkpoints, and `trainyard export --average` writes it out; validation judges the weights themselves."""
     router_bias_rate: float | None = Field(default=None, gt=0)
-    """DeepSeek-V3: by how much each step moves the bias by which routers choose experts, against each expert's load
-    over the whole batch (0.001 in its report, 0 at the end); null: it stays as it is. One small message a step more."""
+    """DeepSeek-V3 and families like it: by how much each step moves the bias by which routers choose experts, against
+    each expert's load over the whole batch (0.001 in its report, 0 at the end); null: it stays as it is. One small
+    message a step more."""
 
     @model_validator(mode="after")
     def _momentum(self) -> Self:
@@ -585,7 +586,7 @@ class RecoverySpec(SpecModel):
     """A rank that finished no step for this long, and for ten times the median step, hangs; before the first step of a
     restart it may take three times as long as the longest start so far, if that is longer (and a minute at least), and
     where blocks are compiled a set's first validation of a start may take start_minutes. A process that is stopped for
-    this long hangs whatever it is at. null: never."""
+    this long hangs whatever it is at. null: never; then the checkpoint-age alarm alone tells of it."""
     start_minutes: float = Field(default=60.0, gt=0, le=24 * 60)
     """How long the job's first step may take, from the last sign of life of the ranks; collectives wait as long until
     it is done. A save that takes longer is a hang too."""
@@ -709,8 +710,8 @@ class ComputeSpec(SpecModel):
     instance_count: PositiveInt = 1
     spot: bool = False
     max_hours: float = Field(default=24.0, gt=0, le=28 * 24)
-    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start; Kubernetes, Ray: of each
-    attempt."""
+    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start; Ray: of each attempt,
+    while it has machines; Kubernetes: of each attempt, from when its pods are made: they wait for machines in it."""
     max_wait_hours: float | None = Field(default=None, gt=0)
     """spot: hours of waiting and running together; default: twice max_hours."""
     queue: str | None = None

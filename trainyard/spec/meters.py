@@ -325,7 +325,7 @@ OBJECTIVES = (
         is_upper=True,
         target=0.99,
         told="a job's newest checkpoint is older than {limit}: scripts/runbooks/checkpoint_stale_or_corrupt JOB,"
-        " docs/runbooks/checkpoint_stale_or_corrupt.md",
+        " docs/runbooks/checkpoint_stale_or_corrupt.md; one that makes no steps: scripts/runbooks/job_hung JOB",
     ),
     Objective(
         "start",

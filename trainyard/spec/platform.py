@@ -145,7 +145,8 @@ class QueueSpec(SpecModel):
     max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
     """Instances that the tenant's jobs in this queue may hold together. What would go over is refused: by the broker,
     or by launch and resume where there is none, where two at the same moment may pass each other. With `submission:
-    queue` it waits instead, and this counts for each type alone: up to so many are the tenant's or borrowed."""
+    queue` it waits instead, and this counts for each type alone: up to so many are the tenant's or borrowed. A job that
+    runs counts in each queue that offers its type, as SageMaker tells no queue: give a type to one queue alone."""
     multi_node: bool = Field(default=True, json_schema_extra=on_change("update"))
     """Jobs over several hosts: every type must then have EFA."""
 

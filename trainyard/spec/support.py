@@ -70,7 +70,12 @@ ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROUTER_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
 """Model types whose router logits are tested; each gives one (tokens, experts) tensor a layer."""
 
-ROUTER_BIAS_FAMILIES = frozenset({"deepseek_v3"})
+ROUTER_BIAS_FAMILIES = frozenset(
+    {
+        *("axk1", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        *("hy_v3", "mimo_v2_flash", "minimax_m2", "solar_open"),
+    }
+)
 """Model types whose routers choose by a bias that no gradient reaches, tested with optimizer.router_bias_rate."""
 
 _ENCODERS = (

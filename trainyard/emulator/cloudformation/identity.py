@@ -76,10 +76,11 @@ def _delete_role(site: Site, name: str, properties: Properties) -> None:
     iam = site.client("iam")
     if not _role_exists(site, name):
         return
-    for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
-        iam.delete_role_policy(RoleName=name, PolicyName=policy)
-    for policy in iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]:
-        iam.detach_role_policy(RoleName=name, PolicyArn=policy["PolicyArn"])
+    # As CloudFormation: what somebody else put on the role is left there, and IAM deletes no role that holds a policy.
+    for policy in properties.get("Policies") or []:
+        ignore_missing(partial(iam.delete_role_policy, RoleName=name, PolicyName=policy["PolicyName"]))
+    for arn in properties.get("ManagedPolicyArns") or []:
+        ignore_missing(partial(iam.detach_role_policy, RoleName=name, PolicyArn=arn))
     iam.delete_role(RoleName=name)
 
 

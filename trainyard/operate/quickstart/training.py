@@ -115,7 +115,7 @@ class JobRun:
         after = [(int(match[1]), line) for line in self.lines[resumed_at:] if (match := STEP_LINE.match(line.text))]
         first, second = self.attempts[0], self.attempts[1]
         fresh = first["port"] != second["port"] and not set(first["pids"].values()) & set(second["pids"].values())
-        seconds = after[0][1].at_ms / 1000 - interrupted[0]["StartTime"].timestamp()
+        seconds = (after[0][1].at_ms or 0) / 1000 - interrupted[0]["StartTime"].timestamp()
         return Reclaim(step=before[-1], resumed_step=after[0][0], seconds_to_next_step=seconds, fresh_processes=fresh)
 
 

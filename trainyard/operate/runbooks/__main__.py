@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.error = error
             with contextlib.suppress(InputError):  # where nothing can be kept, that is the error
                 keep(report.folder, "report.json", report.document())
-            if report.may_have_changed:
+            if report.may_have_changed or report.has_found:
                 _print(report, is_json)
         print(f"trainyard: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code if report is None else report.exit_code
@@ -85,7 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(report: Report, is_json: bool) -> None:
-    print(json.dumps(report.document(), indent=1, default=str) if is_json else "\n".join(report.lines()))
+    try:
+        print(
+            json.dumps(report.document(), indent=1, default=str) if is_json else "\n".join(report.lines()), flush=True
+        )
+    except BrokenPipeError:  # `| head` has read enough; the report lies in the evidence folder
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(words: str) -> None:

@@ -1,6 +1,7 @@
 """Is a tenant as it should be: access, keys, buckets, isolation; with a folder for an auditor."""
 
 import argparse
+import shlex
 from typing import Any
 
 from trainyard.launch.aws import aws_errors, error_code
@@ -29,10 +30,12 @@ def run(context: Context) -> None:
         then = (one.mend,) if one.mend else ()
         context.report.findings.append(Finding(KINDS[one.level], f"{one.name}: {one.finding}", (), then))
     access = context.tenant(given.tenant)
-    buckets = [name for name in access.contract.buckets.model_dump().values() if name]
-    seen = {bucket: _bucket(access, bucket) for bucket in buckets}
+    buckets = {name: bucket for name, bucket in access.contract.buckets.model_dump().items() if bucket}
+    seen = {bucket: _bucket(access, bucket) for bucket in buckets.values()}
     keep(context.report.folder, "buckets.json", seen)
-    context.report.findings += [_judged(bucket, found) for bucket, found in seen.items()]
+    keys = access.contract.keys.model_dump()
+    mend = shlex.join(("trainyard", "deploy", context.environment_words, "--tenant", given.tenant))
+    context.report.findings += [_judged(seen[bucket], bucket, keys[name], mend) for name, bucket in buckets.items()]
     if not given.skip_isolation:
         page = str(context.report.folder / "isolation.html")
         context.perform([command("isolation", str(context.environment_path), "--html", page, changes=False)])
@@ -62,17 +65,22 @@ def _bucket(access: TenantAccess, bucket: str) -> dict[str, Any]:
     return found
 
 
-def _judged(bucket: str, found: dict[str, Any]) -> Finding:
+def _judged(found: dict[str, Any], bucket: str, key: str, mend: str) -> Finding:
+    """`key`: ARN of what its objects are to be under."""
     wrong = [name for name in CLOSED if not (found["public"] or {}).get(name)]
     problems = [f"not set: {', '.join(wrong)}"] if wrong else []
     problems += [] if found["versions"] == "Enabled" else ["keeps no versions"]
     rules = (found["encryption"] or {}).get("Rules", [])
-    kinds = {(rule.get("ApplyServerSideEncryptionByDefault") or {}).get("SSEAlgorithm") for rule in rules}
-    problems += [] if "aws:kms" in kinds else ["not encrypted by a key of the tenant by default"]
+    by_default = [rule.get("ApplyServerSideEncryptionByDefault") or {} for rule in rules]
+    # S3 takes a key's id for its ARN; without one it is the account's aws/s3, which everybody in the account may use.
+    own = [one for one in by_default if one.get("KMSMasterKeyID") in (key, key.rpartition("/")[2])]
+    if not own:
+        under = ", ".join(str(one.get("KMSMasterKeyID") or one.get("SSEAlgorithm")) for one in by_default) or "none"
+        problems.append(f"not encrypted by the tenant's key {key} by default, but by {under}")
     if problems:
-        return Finding(
-            "fault", f"bucket {bucket}: {'; '.join(problems)}", (), ("trainyard deploy ENV --tenant TENANT",)
-        )
+        # A deployment sends what differs from the templates before it, and not what somebody changed beside them.
+        drift = f"aws cloudformation detect-stack-drift --stack-name STACK   # what was changed by hand; then {mend}"
+        return Finding("fault", f"bucket {bucket}: {'; '.join(problems)}", (), (drift,))
     return Finding("clear", f"bucket {bucket}: closed to the public, versioned, encrypted by the tenant's key")
 
 

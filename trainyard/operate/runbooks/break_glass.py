@@ -13,11 +13,10 @@ from trainyard.launch.aws import aws_errors
 from trainyard.launch.place import TenantAccess
 from trainyard.operate.runbooks.framework import Finding, Step, call, keep
 from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.operate.tenants.revocations import POLICY, closed_before
 
 SUMMARY = "become a tenant's operator for an hour (open), end it (close), see who has been it (audit)"
 SESSION_SECONDS = 3600
-POLICY = "AWSRevokeOlderSessions"
-"""The name that IAM's console gives the same policy."""
 GLOBAL_REGION = "us-east-1"
 """Whose event history has what STS's global endpoint was asked."""
 AUDIT_DAYS = 90
@@ -104,20 +103,8 @@ def _write_credentials(file: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 def _close(access: TenantAccess, role: str) -> Step:
-    """A policy that refuses everything to sessions that are older than it; a later session is not bound by it."""
-    document = {
-        "Version": "2012-10-17",
-        "Statement": [
-            {
-                "Effect": "Deny",
-                "Action": "*",
-                "Resource": "*",
-                "Condition": {"DateLessThan": {"aws:TokenIssueTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}},
-            }
-        ],
-    }
     name = role.rpartition("/")[2]
-    asked = {"RoleName": name, "PolicyName": POLICY, "PolicyDocument": json.dumps(document)}
+    asked = {"RoleName": name, "PolicyName": POLICY, "PolicyDocument": json.dumps(closed_before(datetime.now(UTC)))}
     return call(access.account, "iam", "put_role_policy", **asked)
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from trainyard.errors import JobFailedError, TrainyardError
-from trainyard.launch import checkpoints
+from trainyard.launch import checkpoints, watch
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.record import JobRecord
@@ -32,7 +32,10 @@ def run(context: Context) -> None:
     steps = []
     for job_id in place.store.job_ids()[: context.options.jobs]:
         try:
-            record = place.store.read(job_id).record
+            record = watch.status(place.store, place.backend, job_id).record
+            if not _has_trained(record) and not checkpoints.list_checkpoints(record.checkpoint_destination, place.s3):
+                findings.append(Finding("unknown", f"job {job_id}: {record.state}: has saved nothing yet"))
+                continue
             chosen = checkpoints.chosen(record.checkpoint_destination, place.s3, None)
         except TrainyardError as error:
             findings.append(Finding("fault", f"job {job_id}: could not come back: {error}"))
@@ -43,6 +46,11 @@ def run(context: Context) -> None:
     if not steps and not any(one.kind == "fault" for one in findings):
         findings.append(Finding("unknown", f"tenant {context.options.tenant} has no job: there is nothing to drill"))
     context.perform(steps)
+
+
+def _has_trained(record: JobRecord) -> bool:
+    """Whether any attempt of it had machines that made steps, as far as anybody saw."""
+    return any(one.state == "Training" for one in record.states) or record.state == "Completed"
 
 
 def _versions(access: TenantAccess) -> list[Finding]:

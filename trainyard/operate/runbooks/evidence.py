@@ -4,7 +4,6 @@
 """
 
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from trainyard.launch.record import CREATED, TERMINAL_STATES, JobRecord, StateCh
 from trainyard.launch.spending import WAITING
 from trainyard.operate.course import newest_rows, own_folder, row_of_line
 from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN
-from trainyard.operate.runbooks.framework import keep
+from trainyard.operate.runbooks.framework import keep, keep_copy
 from trainyard.operate.runbooks.log_lines import Hit, decisive, judged
 from trainyard.spec.job import RecoverySpec
 from trainyard.spec.meters import OBJECTIVES
@@ -37,7 +36,7 @@ BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
 _ENDING = TERMINAL_STATES | {"Stopping", "MaxWaitTimeExceeded", "MaxRuntimeExceeded"}
 """States in which a job ends: one that only waited comes into them too, and has no machines by that."""
 TIMED = frozenset({"sagemaker", "kubernetes"})
-"""Backends that say when a line was written; the others' lines have the time at which they were read."""
+"""Backends that say when a line was written."""
 _EVERYBODYS = {one.name: one.limit for one in OBJECTIVES}
 
 
@@ -212,7 +211,7 @@ def _lines(place: Place, record: JobRecord, missing: dict[str, str]) -> list[Log
             read += place.backend.read_logs(record, cursor)
             if record.backend in TIMED:
                 # Of long logs each look brings a part of every host's: theirs are in order, all looks' together aren't.
-                read.sort(key=lambda line: line.at_ms)
+                read.sort(key=lambda line: line.at_ms or 0)
             del read[:-MOST_LINES]
             if not cursor.more:
                 break
@@ -234,8 +233,8 @@ def _step_times(record: JobRecord, lines: Sequence[LogLine]) -> dict[int, float]
     if record.backend not in TIMED:
         return {}
     began = max((_moment(change).timestamp() for change in _changes(record) if change.state in WAITING), default=0.0)
-    told = [line for line in lines if line.text.startswith("step=") and line.at_ms / 1000 >= began]
-    return {step: line.at_ms / 1000 for line in told for step in _steps_of([line])}
+    told = [(line.at_ms / 1000, line) for line in lines if line.text.startswith("step=") and line.at_ms is not None]
+    return {step: at for at, line in told if at >= began for step in _steps_of([line])}
 
 
 def _unsaved_seconds(state: str, saved: Sequence[Checkpoint], times: Mapping[int, float]) -> float | None:
@@ -344,7 +343,7 @@ def _keep(evidence: Evidence, place: Place, folder: Path) -> None:
     output = own_folder(place, record)
     for name in BESIDE:
         if output is not None and (output / name).exists():
-            shutil.copyfile(output / name, folder / name)
+            keep_copy(folder, name, output / name)
     for part in ("stacks", "anomalies"):
         if output is not None and (output / part).is_dir():
-            shutil.copytree(output / part, folder / part, dirs_exist_ok=True)
+            keep_copy(folder, part, output / part)

@@ -8,6 +8,7 @@ is 1 whoever refused it, as a refused one may have been made in part, and the st
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -81,6 +82,11 @@ class Report:
             return self.error.exit_code
         return 1 if self.error is not None or any(one.kind == "fault" for one in self.findings) else 0
 
+    @property
+    def has_found(self) -> bool:
+        """Whether there is something to tell beside what ended it early."""
+        return bool(self.findings) or any(step["answer"] for step in self.steps)
+
     def document(self) -> dict[str, Any]:
         """As JSON; it is also report.json of the evidence folder."""
         return {
@@ -97,10 +103,10 @@ class Report:
         """For people."""
         lines = [line for one in self.findings for line in one.lines()]
         for step in self.steps:
-            unmade = "failed" if self.may_have_changed else "would run"
+            unmade = "failed" if self.may_have_changed or self.error is not None else "would run"
             lines.append(f"{'made' if step['made'] else unmade}: {step['call']}")
             lines += [f"  {line}" for line in step["answer"].splitlines()]
-        if not self.may_have_changed and any(not step["made"] for step in self.steps):
+        if not self.may_have_changed and self.error is None and any(not step["made"] for step in self.steps):
             lines.append("nothing was changed; --yes makes these calls")
         return [*lines, f"evidence: {self.folder}"]
 
@@ -137,9 +143,24 @@ def keep(folder: Path, name: str, content: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"--evidence {folder}: {name} can't be written ({error.strerror}); give another folder"
-        ) from None
+        raise _takes_no(folder, name, error) from None
+
+
+def keep_copy(folder: Path, name: str, source: Path) -> None:
+    """Keep a file, or a folder with all its files, as a piece of evidence."""
+    try:
+        if source.is_dir():
+            shutil.copytree(source, folder / name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, folder / name)
+    except OSError as error:
+        raise _takes_no(folder, name, error) from None
+
+
+def _takes_no(folder: Path, name: str, error: OSError) -> InputError:
+    # A tree's error has no word of the system's: it lists each file with its own.
+    reason = error.strerror or next((str(failed[2]) for failed in error.args[0]), "")
+    return InputError(f"--evidence {folder}: {name} can't be written ({reason}); give another folder")
 
 
 def perform(report: Report, steps: Sequence[Step], *, dry_run: bool, say: Say) -> None:
@@ -151,7 +172,11 @@ def perform(report: Report, steps: Sequence[Step], *, dry_run: bool, say: Say) -
         if made:
             say(step.words)
             report.may_have_changed |= step.changes
-            entry["answer"] = step.make()
+            try:
+                entry["answer"] = step.make()
+            except TrainyardError as error:
+                entry["answer"] = "\n".join(getattr(error, "__notes__", ()))
+                raise
             entry["made"] = True
     keep(report.folder, "steps.json", report.steps)
 
@@ -177,16 +202,21 @@ def command(*arguments: str, changes: bool = True, run: Callable[[Sequence[str]]
 
 
 def _run(argv: Sequence[str]) -> str:
-    """What the command printed; its own one-line error where it fails."""
+    """What the command printed; its own one-line error where it fails, with all that it printed before as a note: of a
+    check that fails without an error (the doctor, the proof of isolation) that is what it found."""
     # It runs in the checkout's folder, from where a relative one would be another.
     told = {**os.environ, "TRAINYARD_STATE_DIR": str(state_root().absolute())}
     done = subprocess.run(argv, cwd=checkout_root(), env=told, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return done.stdout.strip()
     said = [line for line in done.stderr.splitlines() if line.strip()]
-    last = said[-1].strip().removeprefix("trainyard: ") if said else f"exit code {done.returncode}"
+    ended = f"a check failed, exit code {done.returncode} (what it found stands under its call): {shlex.join(argv)}"
+    last = said[-1].strip().removeprefix("trainyard: ") if said else ended
     kinds: dict[int, type[TrainyardError]] = {2: InputError, 3: AwsRefusedError}
-    raise kinds.get(done.returncode, JobFailedError)(last)
+    error = kinds.get(done.returncode, JobFailedError)(last)
+    if done.stdout.strip():
+        error.add_note(done.stdout.strip())
+    raise error
 
 
 def call(account: Account, service: str, operation: str, **parameters: Any) -> Step:
@@ -199,6 +229,8 @@ def call(account: Account, service: str, operation: str, **parameters: Any) -> S
         return json.dumps(kept, default=str) if kept else "done"
 
     options = " ".join(f"--{_dashed(name)} {_quoted(value)}" for name, value in parameters.items())
+    if service not in ("iam", "sts"):  # which are of no region; another one's service knows nothing of a key here
+        options += f" --region {account.session.region_name}"
     return Step(f"aws {service} {operation.replace('_', '-')} {options}".strip(), make)
 
 

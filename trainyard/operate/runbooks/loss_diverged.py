@@ -16,12 +16,19 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     good = [one for one in evidence.checkpoints if one.is_good]
     before = f"{len(good)} good checkpoints, of steps {good[0].step} to {good[-1].step}" if good else "no checkpoint"
     before += f" ({evidence.missing['checkpoints']})" if "checkpoints" in evidence.missing else ""
-    then = [
-        "read anomalies/step-N/rank-R.json in the evidence folder: the data that the step read, and its random numbers",
+    anew = (
+        "trainyard launch JOB.yaml --set training.on_anomaly=rollback --set training.spike_factor=5"
+        " --set training.learning_rate=HALF"
+    )
+    from_before = [
         f"trainyard checkpoints list {job}   # one from well before",
         f"trainyard checkpoints copy {job} FOLDER --step N   # then a new job from there:",
-        "trainyard launch JOB.yaml --set training.on_anomaly=rollback --set training.spike_factor=5"
-        " --set training.learning_rate=HALF --set checkpoint.destination=FOLDER",
+        f"{anew} --set checkpoint.destination=FOLDER",
+    ]
+    then = [
+        "read anomalies/step-N/rank-R.json in the evidence folder: the data that the step read, and its random numbers",
+        # A job that diverged before its first save has nothing to copy: it begins anew.
+        *(from_before if good or "checkpoints" in evidence.missing else [anew]),
     ]
     decided = [*shown(hits), *([by_rows] if by_rows else []), before]
     return [fault(evidence, "the loss diverged", decided, then), *others(evidence, "diverged")]

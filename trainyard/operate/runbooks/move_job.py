@@ -6,9 +6,12 @@ from pathlib import Path
 
 from trainyard.errors import InputError
 from trainyard.launch.cluster_shell import has_slurm_here
+from trainyard.launch.launcher import local_job
 from trainyard.operate.runbooks.framework import Step, command, keep
 from trainyard.operate.runbooks.restore_at_another_size import resume_steps
 from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.spec.base import apply_overrides, parse
+from trainyard.spec.job import JobSpec
 
 SUMMARY = "a job goes on with another ZeRO stage or layout, or on another cluster"
 
@@ -20,12 +23,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     to.add_argument("--parallelism", metavar="YAML", help="any layout, as a job file has it; auto")
     to.add_argument("--to", choices=("local", "slurm"), help="this machine, or the Slurm cluster whose sbatch is here")
     parser.add_argument("--folder", type=Path, help="with --to: where the checkpoints are to lie, seen by all machines")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="with --to: data.train.0.path=PATH, say"
+    )
 
 
 def run(context: Context) -> None:
     """Where it stays on its machines, a resume with another layout; else a copy and a launch beside it."""
     given, evidence = context.options, context.gather()
     if given.to is None:
+        if given.set:
+            raise InputError("--set: is for --to; a job that stays on its machines keeps its data and settings")
         layout = given.parallelism
         if given.zero_stage is not None:
             ranks = evidence.record.resolved.world_size if evidence.record else 1
@@ -44,16 +52,24 @@ def run(context: Context) -> None:
     record = evidence.record
     assert record is not None
     folder = given.folder.resolve()
-    # The paths as the job was sent with: what lies in S3 has to be on the other cluster, which launch checks.
-    keep(
-        context.report.folder, "job.yaml", json.dumps(record.spec.model_dump(mode="json", exclude_unset=True), indent=1)
-    )
+    spec = _there(record.spec, given.set)  # refused here, and not when the job is stopped already
+    keep(context.report.folder, "job.yaml", json.dumps(spec.model_dump(mode="json", exclude_unset=True), indent=1))
     where = context.where(context.place(record.job_id))
     moved: list[Step] = resumed[:-1]
     moved.append(command("checkpoints", "copy", record.job_id, str(folder), *where))
     launch = ("launch", str(context.report.folder / "job.yaml"), "--backend", given.to)
     moved.append(command(*launch, "--set", f"checkpoint.destination={folder}", "--set", "parallelism=auto"))
     context.perform(moved)
+
+
+def _there(job: JobSpec, overrides: list[str]) -> JobSpec:
+    """The job with the files that it reads there, all of which this machine sees; InputError for one that it doesn't:
+    what lies in S3 has to be brought first, and named."""
+    content = job.model_dump(mode="json", exclude_unset=True)
+    try:
+        return local_job(parse(JobSpec, apply_overrides(content, overrides), f"job {job.name}"))
+    except InputError as error:
+        raise InputError(f"{error}; and say where it is: --set KEY=PATH. Nothing was changed") from None
 
 
 RUNBOOK = Runbook(

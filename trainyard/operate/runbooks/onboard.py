@@ -2,8 +2,10 @@
 
 import argparse
 
+from trainyard.errors import InputError
 from trainyard.operate.runbooks.framework import Step, command
 from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.spec.platform import TenantSpec
 
 SUMMARY = "a tenant comes: its entry, its stacks, and the checks that it works"
 
@@ -21,6 +23,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(context: Context) -> None:
     """Write, deploy, check. A dry run synthesizes the new stacks, and says what they cost."""
     given, path = context.options, str(context.environment_path)
+    if given.tenant in context.environment.tenants:
+        _refuse_others(given, context.environment.tenant(given.tenant), path)
     words = [word for value in given.queue for word in ("--queue", value)]
     words += [word for value in given.notify for word in ("--notify", value)]
     for option in ("monthly_usd", "cost_center", "like"):
@@ -40,6 +44,29 @@ def run(context: Context) -> None:
             command("doctor", "--environment", path, "--tenant", given.tenant),
         ]
     )
+
+
+def _refuse_others(given: argparse.Namespace, entry: TenantSpec, path: str) -> None:
+    """InputError for an option that says other than the entry that is there, which nobody would hear of."""
+    queues = {f"{name}={','.join(queue.instance_types)}:{queue.max_instances}" for name, queue in entry.queues.items()}
+    asked = {
+        "--monthly-usd": given.monthly_usd is None or _is_number(given.monthly_usd, entry.budget.monthly_usd),
+        "--notify": not given.notify or set(given.notify) == set(entry.budget.notify),
+        "--cost-center": given.cost_center is None or given.cost_center == entry.cost_center,
+        "--queue": not given.queue or set(given.queue) == queues,
+    }
+    if other := [option for option, is_so in asked.items() if not is_so]:
+        raise InputError(
+            f"{', '.join(other)}: tenant {given.tenant} is in {path} already, and its entry says otherwise; edit it "
+            "there, then trainyard deploy, or leave the option out to go on with the entry as it is"
+        )
+
+
+def _is_number(text: str, number: float) -> bool:
+    try:
+        return float(text) == number
+    except ValueError:
+        return False
 
 
 RUNBOOK = Runbook(

@@ -1,12 +1,17 @@
 """New key material for a tenant's keys: what is encrypted stays readable, nothing is deployed, no job is touched."""
 
 import argparse
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from trainyard.launch.aws import aws_errors
 from trainyard.operate.runbooks.framework import Finding, call
 from trainyard.operate.runbooks.runbook import Context, Runbook
 
 SUMMARY = "new material for a tenant's keys now, and once a year from then on"
+FRESH = timedelta(hours=1)
+"""A key that was rotated by hand since is left alone: KMS gives a key few such rotations in its life, and who repeats a
+runbook that was interrupted wants the other keys."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +27,34 @@ def run(context: Context) -> None:
         if not key:
             continue
         with aws_errors("asking for the rotation of", f"key {name} ({key})"):
-            yearly = kms.get_key_rotation_status(KeyId=key)["KeyRotationEnabled"]
+            status = kms.get_key_rotation_status(KeyId=key)
+            last = _last_by_hand(kms, key)
+        yearly = status["KeyRotationEnabled"]
         words = f"key {name}: rotates {'every year' if yearly else 'never by itself'}"
+        begun = status.get("OnDemandRotationStartDate")
+        is_fresh = last is not None and datetime.now(UTC) - last < FRESH
+        if begun is not None:
+            words += f"; a rotation is on its way since {begun:%Y-%m-%dT%H:%M:%SZ}, and it gets no other"
+        elif last is not None and is_fresh:
+            words += f"; was rotated at {last:%Y-%m-%dT%H:%M:%SZ}, less than an hour ago, and is left alone"
         context.report.findings.append(Finding("clear", words, (key,)))
         if not yearly:
             steps.append(call(access.account, "kms", "enable_key_rotation", KeyId=key))
-        steps.append(call(access.account, "kms", "rotate_key_on_demand", KeyId=key))
+        if begun is None and not is_fresh:
+            steps.append(call(access.account, "kms", "rotate_key_on_demand", KeyId=key))
     context.perform(steps)
+
+
+def _last_by_hand(kms: Any, key: str) -> datetime | None:
+    """When the newest rotation ended that somebody asked for."""
+    pages = kms.get_paginator("list_key_rotations").paginate(KeyId=key)
+    moments = [
+        one["RotationDate"].astimezone(UTC)
+        for page in pages
+        for one in page["Rotations"]
+        if one.get("RotationType") == "ON_DEMAND"
+    ]
+    return max(moments, default=None)
 
 
 RUNBOOK = Runbook("rotate_keys", SUMMARY, run, options, subject="tenant")

@@ -1,9 +1,11 @@
 """Spot capacity goes again and again: who is hit, and on-demand for those that no longer get on."""
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 
-from trainyard.errors import InputError
+from trainyard.errors import InputError, TrainyardError
 from trainyard.launch import watch
+from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Finding, command
 from trainyard.operate.runbooks.runbook import Context, Runbook, count
@@ -11,7 +13,8 @@ from trainyard.operate.runbooks.runbook import Context, Runbook, count
 SUMMARY = "spot capacity is taken again and again: who is hit, and on-demand for those"
 STORM_SHARE = 0.5
 """Of a tenant's spot jobs that were interrupted: more than a job's bad luck."""
-NEWEST = 50
+READS = 16
+"""Records that are read at once. All are: a long job is none of the newest where a sweep ran since."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -36,24 +39,44 @@ def storm(records: list[JobRecord], least: int) -> tuple[Finding, list[JobRecord
 def run(context: Context) -> None:
     """Each job that was hit too often goes on from its checkpoint with on-demand capacity."""
     place = context.tenant(context.options.tenant).place
-    running = []
-    for job_id in place.store.job_ids()[:NEWEST]:
-        try:
-            record = place.store.read(job_id).record
-        except InputError as error:  # a later trainyard's, say: it hides no storm from the others
-            context.report.findings.append(Finding("unknown", f"job {job_id}: is not counted: {error}"))
-            continue
-        if not record.finished:
-            running.append(record)
-    fresh = [watch.status(place.store, place.backend, record.job_id).record for record in running]
-    finding, moved = storm(fresh, context.options.reclaims)
+    finding, moved = storm(_running(context, place), context.options.reclaims)
     context.report.findings.append(finding)
     where = context.where(place)
-    steps = []
+    failures: list[TrainyardError] = []
     for record in moved:
-        steps.append(command("stop", record.job_id, "--wait", *where))
-        steps.append(command("resume", record.job_id, *where, "--set", "compute.spot=false"))
-    context.perform(steps)
+        stop = command("stop", record.job_id, "--wait", *where)
+        resume = command("resume", record.job_id, *where, "--set", "compute.spot=false")
+        try:
+            context.perform([stop, resume])
+        except TrainyardError as error:  # it has ended meanwhile, say: the storm still has the others
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _running(context: Context, place: Place) -> list[JobRecord]:
+    """The spot jobs that run, as they are now. What can't be read (a later trainyard's, say) or asked for hides no
+    storm from the others."""
+
+    def read(job_id: str) -> JobRecord | InputError:
+        try:
+            return place.store.read(job_id).record
+        except InputError as error:
+            return error
+
+    job_ids = place.store.job_ids()
+    with ThreadPoolExecutor(READS) as pool:
+        records = list(pool.map(read, job_ids))
+    fresh = []
+    for job_id, record in zip(job_ids, records, strict=True):
+        try:
+            if isinstance(record, InputError):
+                raise record
+            if record.resolved.spec.compute.spot and not record.finished:
+                fresh.append(watch.status(place.store, place.backend, job_id).record)
+        except TrainyardError as error:
+            context.report.findings.append(Finding("unknown", f"job {job_id}: is not counted: {error}"))
+    return fresh
 
 
 RUNBOOK = Runbook("spot_storm", SUMMARY, run, options, subject="tenant")

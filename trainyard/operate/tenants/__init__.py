@@ -3,5 +3,6 @@
 - `entry`: the environment file edited as text, comments kept.
 - `preview`: two environment files synthesized and compared, with the base cost of the difference.
 - `survey`: what a tenant has, from the file and from the account.
+- `logs`: what its functions wrote, and what its network refused.
 - `removal`: stacks, data and keys taken away by the tenant's own policy, and the report of what is left.
 """

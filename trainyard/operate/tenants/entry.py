@@ -42,8 +42,9 @@ def without_tenant(text: str, name: str, where: str) -> str:
         return text
     if len(names) == 1:
         raise InputError(
-            f"{where}: {name} is the only tenant, and an environment has at least one; destroy the environment instead "
-            f"(cdk destroy --all -c environment={where})"
+            f"{where}: {name} is the only tenant, and an environment has at least one; add another first, or destroy "
+            f"the environment (cdk destroy --all -c environment={where}), which stops at protected stacks and at "
+            "buckets that hold objects, and knows nothing of removal.data or export_to"
         )
     index = names.index(name)
     node, value = tenants.value[index]

@@ -19,6 +19,7 @@ from trainyard.launch.session import Account, assume
 from trainyard.operate.deploy import tenant_stacks
 from trainyard.operate.tenants import leftovers, storage
 from trainyard.operate.tenants.leftovers import Left
+from trainyard.operate.tenants.revocations import Revocation, lift, refuse_needed, revocations
 from trainyard.operate.tenants.storage import Contents
 from trainyard.operate.tenants.survey import NOT_DEPLOYED, Held, held, stack_status
 from trainyard.operate.tenants.unfinished import NOT_TOLD, Unfinished, silent
@@ -28,6 +29,11 @@ Say = Callable[[str], None]
 
 STACK_SECONDS = 3600.0
 BUCKET = "AWS::S3::Bucket"
+BLIND = (
+    "not known here: no stack of it is deployed, and no removal began on this machine; of one that began on another, "
+    "that machine's state folder lists what is left: bring offboarding/ENVIRONMENT-TENANT.json here, and repeat the "
+    "command"
+)
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,24 @@ class Plan:
     """Log groups that HyperPod made for its machines."""
     was_emptied: bool = False
     """An earlier removal began to empty its buckets, and did not end."""
+    revoked: tuple[Revocation, ...] = ()
+    """Roles whose older sessions were closed by hand."""
     ended: tuple[str, ...] = ()
     """Jobs that a person vouches for: they can't run any longer, though nobody answers for them."""
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing tells here what the tenant holds: it was never deployed, or a removal that began on another
+        machine has deleted its stacks."""
+        return not self.held and all(status == NOT_DEPLOYED for status in self.stacks.values())
 
     def unowned(self) -> list[str]:
         """What no stack owns, and what becomes of it, for a person."""
         fate = "deleted" if self.policy == "shred" else "stays"
         streams = [f"{self.job_streams} log streams of its jobs in {TRAINING_LOG_GROUP}"] if self.job_streams else []
         lines = [f"{what}: {fate}" for what in (*streams, *(f"Logs::LogGroup {name}" for name in self.machine_logs))]
-        return lines + ([f"{len(self.job_roles)} roles of its jobs: deleted"] if self.job_roles else [])
+        lines += [f"{len(self.job_roles)} roles of its jobs: deleted"] if self.job_roles else []
+        return lines + [f"sessions of role {one.role} that were closed by hand: the role goes" for one in self.revoked]
 
     def fate(self, thing: Held) -> str:
         """What becomes of one thing."""
@@ -84,6 +99,7 @@ class Plan:
         for thing in self.held:
             inside = self.contents.get(thing.physical_id)
             lines.append(f"  {thing}{f', {inside}' if inside else ''}: {self.fate(thing)}")
+        lines += [f"  {BLIND}"] if self.is_blind else []
         return lines + [f"  {line}" for line in self.unowned()]
 
 
@@ -142,12 +158,13 @@ def plan(
     found |= {thing.physical_id: thing for thing in held(account, environment, tenant)}
     there = [thing for thing in found.values() if leftovers.condition(account, thing) is not None]
     buckets = [thing.physical_id for thing in there if thing.kind == BUCKET]
+    stacks = {name: stack_status(account, name) for name in tenant_stacks(environment, tenant)}
     return Plan(
         environment=environment,
         tenant=tenant,
         policy=environment.data_on_removal(tenant),
         export_to=environment.tenant(tenant).removal.export_to,
-        stacks={name: stack_status(account, name) for name in tenant_stacks(environment, tenant)},
+        stacks=stacks,
         held=tuple(leftovers.in_deletion_order(there)),
         contents={bucket: storage.contents(account, bucket) for bucket in buckets},
         running=leftovers.running_jobs(account, environment, tenant).without(ended),
@@ -155,6 +172,7 @@ def plan(
         job_roles=tuple(leftovers.job_roles(account, environment.name, tenant)),
         machine_logs=tuple(leftovers.machine_log_groups(account, environment.name, tenant)),
         was_emptied=journal.emptying,
+        revoked=tuple(revocations(account, (name for name in stacks if stacks[name] != NOT_DEPLOYED))),
         ended=tuple(ended),
     )
 
@@ -163,6 +181,7 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     """Carry the plan out. InputError while jobs run; AwsRefusedError where AWS refuses: the same command goes on."""
     environment, tenant = planned.environment, planned.tenant
     _refuse_running(tenant, planned.running)
+    refuse_needed(tenant, planned.revoked)
     report = Report(environment.name, tenant, environment.account, environment.region, planned.policy, _now())
     path = _journal(state_dir, environment, tenant)
     journal = replace(_remembered(path), held=planned.held)
@@ -181,12 +200,15 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
         _empty(account, planned, report, say)
     if roles := leftovers.delete_job_roles(account, environment.name, tenant):
         report.deleted.append(f"{len(roles)} roles of its jobs")
+    lift(account, planned.revoked)
     for name in reversed(list(planned.stacks)):
         if planned.stacks[name] != NOT_DEPLOYED:
             _delete_stack(account, name, say)
             report.stacks_deleted.append(name)
     refusals = _delete_retained(account, planned, report, say) if planned.policy == "shred" else {}
     there = _account_for(account, planned, report, refusals)
+    if planned.is_blind:
+        report.left.append(Left("what an earlier removal left", tenant, BLIND))
     report.finished_at = _now()
     if planned.policy == "shred" and there:
         try:
