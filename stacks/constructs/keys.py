@@ -31,6 +31,7 @@ ADMINISTER = [
     "kms:GetKeyRotationStatus",
     "kms:ListGrants",
     "kms:ListKeyPolicies",
+    "kms:ListKeyRotations",
     "kms:ListResourceTags",
     "kms:ListRetirableGrants",
     "kms:PutKeyPolicy",

@@ -38,6 +38,7 @@ LOADER = botocore.loaders.Loader()
 READS = ("Get", "List", "Describe", "Head", "Lookup", "AssumeRole")
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 REPOSITORY = "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainyard@"
+SNAPSHOTS = Path(__file__).resolve().parents[1] / "stacks/snapshots"
 OPERATOR = "arn:aws:iam::123456789012:role/trainyard/test/acme/Operator-1"
 
 
@@ -227,6 +228,46 @@ def test_keys_are_rotated_and_go_on_to_be(tenant: TenantContract, run: Any, depl
     code, document, _ = run("rotate_keys", "--tenant", "acme", "--yes")
     assert (code, document["steps"]) == (0, []), "repeated after an interruption, no key is rotated twice"
     assert all("less than an hour ago" in one["words"] for one in document["findings"])
+
+
+def test_an_administrator_may_make_every_call_of_a_rotation(
+    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, make = set[str](), botocore.client.BaseClient._make_api_call
+
+    def seen(client: Any, operation: str, parameters: Any) -> Any:
+        if client.meta.service_model.service_name == "kms":
+            asked.add(f"kms:{operation}")
+        return make(client, operation, parameters)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", seen)
+    assert run("rotate_keys", "--tenant", "acme", "--yes")[0] == 0
+    template = json.loads((SNAPSHOTS / "globex-foundation.json").read_text(encoding="utf-8"))
+    keys = [one for one in template["Resources"].values() if one["Type"] == "AWS::KMS::Key"]
+    assert "kms:RotateKeyOnDemand" in asked and len(keys) == 4
+    for key in keys:
+        statements = {one["Sid"]: one["Action"] for one in key["Properties"]["KeyPolicy"]["Statement"]}
+        assert asked <= set(statements["AccountAdministersButCannotUse"])
+
+
+def test_where_older_rotations_cannot_be_listed_a_key_is_rotated_and_that_is_told(
+    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch, deployed: Account
+) -> None:
+    make = botocore.client.BaseClient._make_api_call
+
+    def denied(client: Any, operation: str, parameters: Any) -> Any:
+        if operation == "ListKeyRotations" and parameters["KeyId"] == tenant.keys.data:
+            answer: Any = {"Error": {"Code": "AccessDeniedException", "Message": "no"}}
+            raise botocore.exceptions.ClientError(answer, operation)
+        return make(client, operation, parameters)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(botocore.client.BaseClient, "_make_api_call", denied)
+        code, document, _ = run("rotate_keys", "--tenant", "acme", "--yes")
+    assert code == 0 and all(step["made"] for step in document["steps"])
+    (untold,) = [one["words"] for one in document["findings"] if one["kind"] == "unknown"]
+    assert untold.startswith("key data: ") and "AccessDeniedException" in untold
+    assert len(deployed.client("kms").list_key_rotations(KeyId=tenant.keys.data)["Rotations"]) == 1
 
 
 def test_a_rotation_on_its_way_gets_no_second_one(

@@ -99,7 +99,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext GenerateDataKeyPair "
         "GenerateDataKeyPairWithoutPlaintext GenerateMac VerifyMac Sign Verify ReEncryptFrom ReEncryptTo "
         "DeriveSharedSecret CreateGrant RevokeGrant RetireGrant ListGrants DescribeKey GetKeyPolicy "
-        "PutKeyPolicy GetKeyRotationStatus ListKeyPolicies ListResourceTags DisableKey EnableKey "
+        "PutKeyPolicy GetKeyRotationStatus ListKeyPolicies ListKeyRotations ListResourceTags DisableKey EnableKey "
         "DisableKeyRotation EnableKeyRotation RotateKeyOnDemand ScheduleKeyDeletion CancelKeyDeletion "
         "CreateAlias UpdateAlias DeleteAlias TagResource UntagResource UpdateKeyDescription GetPublicKey "
         "ReplicateKey ImportKeyMaterial DeleteImportedKeyMaterial",

@@ -136,7 +136,7 @@ _RESOURCES: dict[str, dict[str, str]] = {
             "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncrypt DescribeKey CreateGrant "
             "ListGrants RevokeGrant GetKeyPolicy PutKeyPolicy GetKeyRotationStatus EnableKey DisableKey "
             "ScheduleKeyDeletion ListResourceTags ListKeyPolicies TagResource UntagResource UpdateKeyDescription "
-            "EnableKeyRotation DisableKeyRotation CancelKeyDeletion RetireGrant",
+            "EnableKeyRotation DisableKeyRotation RotateKeyOnDemand ListKeyRotations CancelKeyDeletion RetireGrant",
         ),
         **_each(_ANY, "ListKeys ListAliases CreateKey GenerateRandom"),
     },
