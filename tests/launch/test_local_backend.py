@@ -23,7 +23,7 @@ from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.local_supervisor import failure_reason
 from trainyard.launch.record import FolderRecordStore
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import JobSpec, ModelSpec
 
 TRAINER = """
 import argparse, json, os, pathlib, signal, sys, time
@@ -276,6 +276,12 @@ def test_inputs_are_made_absolute_and_missing_ones_named(
     (tmp_path / "text.jsonl").unlink()
     with pytest.raises(InputError, match=r"data.train.0.path: text.jsonl: no such file or folder"):
         launch_here(spec, place)
+    (tmp_path / "text.jsonl").touch()
+    spec = spec.model_copy(update={"model": ModelSpec(source="tiny-llama")})
+    with pytest.raises(InputError, match=r"model.source: tiny-llama: no such file or folder .*`hf download"):
+        launch_here(spec, place)  # though its sizes are known, so that it can be planned
+    (tmp_path / "tiny-llama").mkdir()
+    assert launch_here(spec, place).resolved.spec.model.source == str(tmp_path / "tiny-llama")
 
 
 def test_a_host_that_could_not_say_why_is_told_by_its_end(tmp_path: Path) -> None:

@@ -78,6 +78,11 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
         ("images", {"crop_area": [0.5, 0.1]}, ["crop_area 0.5, 0.1", "0 < from <= to <= 1"]),
         ("images", {"std": [0.2, 0, 0.2]}, ["std is divided by", "above 0"]),
         ("task", "image_classification", ["data.train.0.format", "reads webdataset", "given: text"]),
+        (
+            "compute",
+            {"backend": "sagemaker", "instance_type": "p5.4xlarge"},
+            ["compute: instance_type p5.4xlarge: SageMaker's begin with 'ml.'; write ml.p5.4xlarge"],
+        ),
         ("parallelism", {"zero_stage": 2}, ["zero_stage belongs to engine: deepspeed", "data_shard"]),
         ("parallelism", {"engine": "deepspeed", "data_shard": 2}, ["data_shard belongs to engine: torch"]),
         ("parallelism", {"zero_stag": 2}, ["parallelism.zero_stag", "did you mean 'zero_stage'?"]),

@@ -208,8 +208,9 @@ def local_job(job: JobSpec) -> JobSpec:
     if data.chat_template:
         changes["chat_template"] = _local_path(data.chat_template, "data.chat_template")
     model = job.model
-    if model.source is not None and Path(model.source).exists():
-        model = model.model_copy(update={"source": str(Path(model.source).resolve())})
+    if model.source is not None:
+        hint = "; nothing is asked of the Hugging Face Hub: `hf download ID --local-dir FOLDER`, and give FOLDER"
+        model = model.model_copy(update={"source": _local_path(model.source, "model.source", hint)})
     images = job.images
     if images and images.class_names:
         names = _local_path(images.class_names, "images.class_names")
@@ -217,14 +218,14 @@ def local_job(job: JobSpec) -> JobSpec:
     return job.model_copy(update={"data": data.model_copy(update=changes), "model": model, "images": images})
 
 
-def _local_path(path: str, where: str) -> str:
+def _local_path(path: str, where: str, hint: str = "") -> str:
     if "://" in path:
         raise InputError(
             f"{where}: {path} is not on this machine, and without a tenant's environment only files are read: "
             "download it"
         )
     if not Path(path).exists():
-        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()})")
+        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){hint}")
     return str(Path(path).resolve())
 
 

@@ -744,7 +744,9 @@ class ComputeSpec(SpecModel):
             if self.instance_type is None:
                 raise ValueError("backend sagemaker needs instance_type, e.g. ml.p5.48xlarge")
             if not self.instance_type.startswith("ml."):
-                raise ValueError(f"SageMaker's instance types begin with 'ml.': ml.{self.instance_type}")
+                raise ValueError(
+                    f"instance_type {self.instance_type}: SageMaker's begin with 'ml.'; write ml.{self.instance_type}"
+                )
         if self.max_wait_hours is not None and self.max_wait_hours < self.max_hours:
             raise ValueError("max_wait_hours counts the running too, so it must be at least max_hours")
         return self
