@@ -23,6 +23,7 @@ from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import Observation
 from trainyard.launch.backends import ByRecord
+from trainyard.launch.launcher import local_job
 from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.place import Place
 from trainyard.launch.record import FolderRecordStore, JobRecord, S3RecordStore
@@ -32,6 +33,8 @@ from trainyard.operate.doctor import Check
 from trainyard.operate.runbooks import audit_tenant, framework, fsx_full_or_slow, runbook
 from trainyard.operate.runbooks.__main__ import main
 from trainyard.operate.runbooks.spot_storm import storm
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import TenantContract
 
 LOADER = botocore.loaders.Loader()
@@ -501,13 +504,57 @@ def test_a_job_moves_to_another_stage_or_cluster(
     assert (code, commands) == (2, []), "launch would refuse it, and the job be stopped for nothing"
     assert "data.train.0.path: tenant://sets/train is not on this machine" in said and "--set KEY=PATH" in said
     assert run("move_job", JOB_ID, "--zero-stage", "3", "--set", "training.steps=1")[0] == 2
-    run("move_job", JOB_ID, "--to", "local", "--folder", "/data/moved", *files_here(tmp_path), "--yes")
+    to, files = ("move_job", JOB_ID, "--to", "local", "--folder", "/data/moved"), files_here(tmp_path)
+    for source in ("s3://models/llama", "tenant://models/llama", "models/llama"):
+        code, _, said = run(*to, *files, "--set", "model.config=null", "--set", f"model.source={source}", "--yes")
+        assert (code, commands) == (2, []) and f"model.source: {source}" in said and "--set KEY=PATH" in said, said
+    for wrong in ("training.stops=1", "training.steps=many", "steps"):
+        code, _, said = run(*to, *files, "--set", wrong, "--yes")
+        assert (code, commands) == (2, []) and "Nothing was changed" in said, said
+        assert "say where it is" not in said, "no file is missing"
+    run(*to, *files, "--yes")
     assert [command[0] for command in commands] == ["stop", "checkpoints", "launch"]
     assert "checkpoint.destination=/data/moved" in commands[2]
-    from trainyard.spec.job import load_job
-
     launched = load_job(Path(commands[2][1]))
     assert launched.name == "tiny" and launched.data.train[0].path == str(tmp_path / "train.jsonl")
+
+
+def test_a_job_that_moves_keeps_the_files_that_it_read(
+    run: Any, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evidence: Path
+) -> None:
+    """It was launched from another folder than the runbook, and in both there is a file of that name."""
+    first, here, jobs = tmp_path / "first", tmp_path / "here", tmp_path / "state/jobs"
+    for folder in (first, here):
+        folder.mkdir()
+        files_here(folder)
+    content = job_content()
+    content["data"] |= {
+        "train": [content["data"]["train"][0] | {"path": "train.jsonl"}],
+        "validation": [],
+        "tokenizer": "tokenizer.json",
+    }
+    spec = parse(JobSpec, content, "job")
+    monkeypatch.chdir(first)
+    sent = local_job(spec)
+    record = record_of().model_copy(update={"spec": spec, "environment": None, "backend": "local"})
+    record = record.model_copy(update={"checkpoint_destination": str(jobs / JOB_ID)})
+    record = record.model_copy(update={"resolved": record.resolved.model_copy(update={"spec": sent})})
+    FolderRecordStore(jobs).create(record)
+    write_checkpoint(lambda name, body: put_file(jobs / JOB_ID / name, body), 40)
+    monkeypatch.chdir(here)
+    code, document, said = run("move_job", JOB_ID, "--to", "local", "--folder", "moved", "--yes")
+    assert code == 0, (document, said)
+    launched = load_job(Path(commands[-1][1]))
+    assert (launched.data.train[0].path, launched.data.tokenizer) == (
+        str(first / "train.jsonl"),
+        str(first / "tokenizer.json"),
+    )
+    assert f"checkpoint.destination={here / 'moved'}" in commands[-1]
+
+
+def put_file(path: Path, body: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
 
 
 def test_a_tenant_comes_and_goes_by_the_same_verbs(

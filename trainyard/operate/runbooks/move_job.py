@@ -3,10 +3,12 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.cluster_shell import has_slurm_here
 from trainyard.launch.launcher import local_job
+from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Step, command, keep
 from trainyard.operate.runbooks.restore_at_another_size import resume_steps
 from trainyard.operate.runbooks.runbook import Context, Runbook
@@ -52,7 +54,7 @@ def run(context: Context) -> None:
     record = evidence.record
     assert record is not None
     folder = given.folder.resolve()
-    spec = _there(record.spec, given.set)  # refused here, and not when the job is stopped already
+    spec = _there(_as_read(record), given.set)  # refused here, and not when the job is stopped already
     keep(context.report.folder, "job.yaml", json.dumps(spec.model_dump(mode="json", exclude_unset=True), indent=1))
     where = context.where(context.place(record.job_id))
     moved: list[Step] = resumed[:-1]
@@ -67,9 +69,25 @@ def _there(job: JobSpec, overrides: list[str]) -> JobSpec:
     what lies in S3 has to be brought first, and named."""
     content = job.model_dump(mode="json", exclude_unset=True)
     try:
-        return local_job(parse(JobSpec, apply_overrides(content, overrides), f"job {job.name}"))
+        changed = parse(JobSpec, apply_overrides(content, overrides), f"job {job.name}")
+    except InputError as error:
+        raise InputError(f"{error}. Nothing was changed") from None
+    try:
+        return local_job(changed)
     except InputError as error:
         raise InputError(f"{error}; and say where it is: --set KEY=PATH. Nothing was changed") from None
+
+
+def _as_read(record: JobRecord) -> JobSpec:
+    """The job as it was written; of one without a tenant with the files that its ranks read, as its own paths are of
+    the folder that it was launched from, and here another file may have that name."""
+    if record.environment is not None:
+        return record.spec
+    ran = record.resolved.spec
+    parts: dict[str, Any] = {
+        name: getattr(ran, name) for name in ("data", "model", "images") if name in record.spec.model_fields_set
+    }
+    return record.spec.model_copy(update=parts)
 
 
 RUNBOOK = Runbook(
