@@ -65,7 +65,7 @@ def test_bootstrap(account: Any, environment: EnvironmentSpec) -> None:
     assert mend == "cdk bootstrap aws://123456789012/us-east-1 -c environment=environments/test.yaml"
     account.says("ssm", "get_parameter", "ParameterNotFound")
     emulated = environment.model_copy(update={"emulated": True})
-    assert one(account_checks.bootstrap(account, emulated))[2] == "deploy the stacks: scripts/quickstart"
+    assert one(account_checks.bootstrap(account, emulated))[2] == "deploy the stacks: trainyard deploy ENV.yaml"
 
 
 def test_zones(account: Any, environment: EnvironmentSpec) -> None:

@@ -19,6 +19,7 @@ from trainyard.errors import InputError
 from trainyard.functions import budget_meter
 from trainyard.functions.broker_queue import training_job_prefix
 from trainyard.hardware import PriceBook
+from trainyard.launch import place
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
@@ -271,6 +272,32 @@ def test_a_past_month_says_that_removed_tenants_are_not_in_it(
     assert said in told("--month", "2026-01") and said in told("--month", "2026-01", "--csv")
     assert said in told("--month", "2026-01", "--json")
     assert said not in told() + told("--month", "2026-01", "-t", "acme")
+
+
+def test_a_tenant_that_is_not_deployed_hides_no_others_cost(
+    deployed: Account,
+    access: TenantAccess,
+    environment_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent = "tenant globex is not counted: SSM parameter /trainyard/test/globex/contract doesn't exist"
+    opened = place.open_tenant
+    monkeypatch.setattr(
+        "trainyard.launch.place.open_tenant",
+        lambda spec, name, where: access if name == "acme" else opened(spec, name, where),
+    )
+    assert run(["cost", "-e", str(environment_path)]) == 0
+    assert absent in capsys.readouterr().out
+    assert run(["cost", "-e", str(environment_path), "--json"]) == 0
+    out = capsys.readouterr()
+    assert list(json.loads(out.out)["budgets"]) == ["acme"] and absent in out.err
+    assert run(["cost", "-e", str(environment_path), "-t", "globex"]) == 3, "who asks for it alone gets no zero"
+    assert "globex/contract doesn't exist" in capsys.readouterr().err
+    monkeypatch.setattr("trainyard.launch.place.open_tenant", opened)
+    deployed.client("ssm").delete_parameter(Name="/trainyard/test/acme/contract")
+    assert run(["cost", "-e", str(environment_path)]) == 3
+    assert "acme/contract doesn't exist" in capsys.readouterr().err
 
 
 def test_a_plan_is_held_against_what_has_completed_alone() -> None:

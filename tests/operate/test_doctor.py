@@ -78,6 +78,19 @@ def test_a_deployed_tenant_passes_and_what_is_allowed_to_all_fails(
     assert not any(name.startswith("globex:") for name in checks), "only the tenant that was asked for"
 
 
+def test_of_one_tenant_no_others_stacks_are_missed(aws: Account, environment: EnvironmentSpec) -> None:
+    cloudformation = aws.client("cloudformation")
+    assert set(environment.tenants) == {"acme", "globex"}
+    for part in ("platform", "acme-foundation"):
+        body = '{"Resources": {"Topic": {"Type": "AWS::SNS::Topic"}}}'
+        cloudformation.create_stack(StackName=f"trainyard-test-{part}", TemplateBody=body)
+    assert by_name(environment, "acme")["stacks"].finding == "trainyard-test-acme-training (not deployed)"
+    cloudformation.create_stack(StackName="trainyard-test-acme-training", TemplateBody=body)
+    check = by_name(environment, "acme")["stacks"]
+    assert (check.level, check.finding) == ("pass", "3 deployed"), "whoever was onboarded is told of itself"
+    assert "globex-foundation (not deployed)" in by_name(environment)["stacks"].finding
+
+
 def test_a_missing_bucket_is_no_denial(
     deployed: Account, contract: TenantContract, environment: EnvironmentSpec
 ) -> None:

@@ -72,3 +72,12 @@ def test_that_there_is_nothing_is_said(written: Callable[..., None], capsys: pyt
     said = capsys.readouterr()
     assert said.out == "" and said.err == "no line of tenant acme in the last 3 hours; --hours N looks further back\n"
     assert run(["tenant", "logs", str(ENVIRONMENT), "nobody"]) == 2
+
+
+def test_that_no_flows_are_kept_is_no_quiet_network(
+    written: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "held", lambda *_: iter(()))
+    assert run(["tenant", "logs", str(ENVIRONMENT), "acme", "--rejected"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tenant acme: no log group of its network's flows is deployed; deploy the stacks: " in line

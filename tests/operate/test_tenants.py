@@ -1,5 +1,6 @@
 """A tenant's entry goes into and out of an environment file without touching another character; what it costs."""
 
+import dataclasses
 import datetime
 import json
 import re
@@ -16,7 +17,7 @@ from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import base_cost
 from trainyard.launch import session
 from trainyard.launch.session import checkout_root
-from trainyard.operate.tenants import entry, leftovers, preview, removal, storage, survey
+from trainyard.operate.tenants import entry, leftovers, preview, removal, revocations, storage, survey
 from trainyard.operate.tenants.entry import with_tenant, without_tenant
 from trainyard.operate.tenants.unfinished import Unfinished
 from trainyard.spec.platform import load_environment
@@ -420,6 +421,29 @@ def test_the_plan_tells_what_no_stack_owns(policy: Any, fate: str) -> None:
         f"  Logs::LogGroup {group}: {fate}",
         "  1 roles of its jobs: deleted",
     ]
+
+
+def test_what_a_removal_on_this_machine_wrote_down_is_known_though_all_of_it_is_gone() -> None:
+    environment = load_environment(checkout_root() / "environments" / "local.yaml")
+    stacks = {"trainyard-local-acme-foundation": removal.NOT_DEPLOYED}
+    blind = removal.Plan(environment, "acme", "shred", None, stacks, (), {}, Unfinished())
+    assert blind.is_blind and any("no unfinished removal" in line for line in blind.lines())
+    known = dataclasses.replace(blind, is_remembered=True)
+    assert not known.is_blind and not any("not known here" in line for line in known.lines())
+
+
+@pytest.mark.parametrize("moment", ["2026-01-31T12:00:00", "2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00"])
+def test_sessions_that_were_closed_by_hand_at_a_moment_without_a_zone_are_closed_in_utc(moment: str) -> None:
+    condition = {"DateLessThan": {"aws:TokenIssueTime": moment}}
+    document = {"Statement": [{"Effect": "Deny", "Action": "*", "Resource": "*", "Condition": condition}]}
+    iam = types.SimpleNamespace(
+        get_role_policy=lambda **_: {"PolicyDocument": document},
+        get_role=lambda **_: {"Role": {"MaxSessionDuration": 4 * 3600}},
+        exceptions=types.SimpleNamespace(NoSuchEntityException=KeyError),
+    )
+    found = revocations._on(iam, "Auditor-1")
+    assert found is not None and found.needed_until == datetime.datetime(2026, 1, 31, 16, tzinfo=datetime.UTC)
+    revocations.refuse_needed("acme", [found])
 
 
 def test_an_export_that_arrives_short_is_told_in_a_line() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from trainyard.launch.place import TenantAccess
     from trainyard.operate.costs import Charge, Forecast, Group
+    from trainyard.spec.platform import EnvironmentSpec
 
     Planned = dict[str, tuple[Decimal | None, str | None]]
     """Of a job: planned dollars, state."""
@@ -48,7 +49,7 @@ def cost(
     Example: trainyard cost --by job --month 2026-03 --tenant acme
     """
     from trainyard.hardware import PriceBook
-    from trainyard.launch.place import environment_file, open_tenant
+    from trainyard.launch.place import environment_file
     from trainyard.launch.session import price_file
     from trainyard.operate import costs
     from trainyard.spec.platform import load_environment
@@ -60,14 +61,14 @@ def cost(
     spec = load_environment(environment_file(environment))
     with console(stderr=True).status("asking SageMaker"):
         names = [tenant] if tenant else sorted(spec.tenants)
-        opened = {name: open_tenant(spec, name, "--tenant") for name in names}
+        opened, absent = _opened(spec, names)
         meter = costs.Meter(PriceBook.opened(price_file(), today=now.date()), since=since, until=until, now=now)
         charges = [charge for access in opened.values() for charge in meter.charges(access)]
         groups = costs.grouped(charges, by)
         planned: Planned = _planned(groups, charges, opened) if by == "job" else {}
         expected = costs.forecast(charges, since=since, until=until, now=now) if with_forecast else None
     total = costs.summed("total", charges)
-    left_out = _left_out(total)
+    left_out = [*_left_out(total), *absent]
     if tenant is None and until <= now:
         left_out.append(f"of the tenants that {spec.name} has now; one that was removed since is in no line")
     for why in meter.unread:
@@ -86,6 +87,23 @@ def cost(
     _print_table(by, groups, total, planned, _budgets(by, opened))
     for line in [*_notes(since, charges, expected, opened, emulated=spec.emulated), *left_out]:
         print(line)
+
+
+def _opened(spec: "EnvironmentSpec", names: "Sequence[str]") -> "tuple[dict[str, TenantAccess], list[str]]":
+    """Those that are deployed, and a line of each other; NotDeployedError where none is."""
+    from trainyard.launch.contract import NotDeployedError
+    from trainyard.launch.place import open_tenant
+
+    opened: dict[str, TenantAccess] = {}
+    absent: dict[str, NotDeployedError] = {}
+    for name in names:
+        try:
+            opened[name] = open_tenant(spec, name, "--tenant")
+        except NotDeployedError as error:
+            absent[name] = error
+    if not opened and absent:
+        raise next(iter(absent.values()))
+    return opened, [f"tenant {name} is not counted: {error}" for name, error in absent.items()]
 
 
 def _planned(groups: "Sequence[Group]", charges: "Sequence[Charge]", opened: "dict[str, TenantAccess]") -> "Planned":

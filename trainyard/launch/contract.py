@@ -4,8 +4,13 @@ import re
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors, is_missing
-from trainyard.launch.session import Account
+from trainyard.launch.session import Account, checkout_root
 from trainyard.spec.platform import EnvironmentSpec, TenantContract, parse_contract
+
+
+class NotDeployedError(AwsRefusedError):
+    """What a stack, or a release, writes for everybody isn't there."""
+
 
 _IMAGE = re.compile(r"^\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/[a-z0-9._/-]+@sha256:[0-9a-f]{64}$")
 
@@ -26,7 +31,7 @@ def check_tenant(environment: EnvironmentSpec, tenant: str | None, where: str) -
 
 
 def read_contract(account: Account, environment: EnvironmentSpec, tenant: str) -> TenantContract:
-    """The tenant's contract; AwsRefusedError where its stack isn't deployed."""
+    """The tenant's contract; NotDeployedError where its stack isn't."""
     name = environment.contract_parameter(tenant)
     text = _parameter(account, name, how_to_deploy(environment))
     contract = parse_contract(text, f"SSM parameter {name}")
@@ -41,10 +46,13 @@ def read_contract(account: Account, environment: EnvironmentSpec, tenant: str) -
 
 def how_to_deploy(environment: EnvironmentSpec) -> str:
     """The command that deploys the environment's stacks."""
-    if environment.emulated:
+    # Its file's name is not known here: one that bears the environment's may be another, or not be there.
+    named = f"environments/{environment.name}.yaml"
+    file = named if (checkout_root() / named).is_file() else "ENV.yaml"
+    if environment.emulated and file == named:
         # The CDK CLI by hand would need the emulator's endpoint and key in its environment.
-        return "deploy the stacks: scripts/quickstart"
-    return f"deploy the stacks: trainyard deploy environments/{environment.name}.yaml"
+        return "deploy the stacks: scripts/quickstart; those of a file of your own: trainyard deploy ENV.yaml"
+    return f"deploy the stacks: trainyard deploy {file}"
 
 
 def read_image(account: Account, parameter: str, *, emulated: bool) -> str:
@@ -71,5 +79,5 @@ def _parameter(account: Account, name: str, mend: str) -> str:
             return str(ssm.get_parameter(Name=name)["Parameter"]["Value"])
         except ssm.exceptions.ClientError as error:
             if is_missing(error):
-                raise AwsRefusedError(f"SSM parameter {name} doesn't exist; {mend}") from None
+                raise NotDeployedError(f"SSM parameter {name} doesn't exist; {mend}") from None
             raise

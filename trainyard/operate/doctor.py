@@ -19,7 +19,7 @@ from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code
 from trainyard.launch.contract import check_tenant, how_to_deploy, read_contract, read_image
 from trainyard.launch.session import Account, assume, checkout_root, open_account, price_file
 from trainyard.operate.account_checks import Check, failed, of_environment, of_tenant
-from trainyard.operate.deploy import stack_names
+from trainyard.operate.deploy import stack_names, tenant_stacks
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
 MIN_PYTHON = (3, 11)
@@ -46,7 +46,7 @@ def examine(environment: EnvironmentSpec, tenant: str | None = None) -> Iterator
     if account is None:
         return
     yield from of_environment(account, environment)
-    yield from stacks(account, environment)
+    yield from stacks(account, environment, tenant)
     parameter = environment.image_parameter
     image = _tried("image", lambda: read_image(account, parameter, emulated=environment.emulated))
     yield image
@@ -134,9 +134,10 @@ def prices(environment: EnvironmentSpec) -> Check:
     return Check("prices", "pass", f"oldest as of {oldest}, {age_days} days old")
 
 
-def stacks(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
-    """Whether every stack of the environment is deployed and in a good state."""
-    names = stack_names(environment)
+def stacks(account: Account, environment: EnvironmentSpec, tenant: str | None = None) -> Iterator[Check]:
+    """Whether every stack of the environment, or those that a tenant needs, is deployed and in a good state."""
+    others = [name for other in environment.tenants if other != tenant for name in tenant_stacks(environment, other)]
+    names = [name for name in stack_names(environment) if tenant is None or name not in others]
     cloudformation = account.client("cloudformation")
     states: dict[str, str] = {}
     try:

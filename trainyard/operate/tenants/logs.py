@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from trainyard.errors import AwsRefusedError
 from trainyard.launch.aws import aws_errors
-from trainyard.launch.contract import read_contract
+from trainyard.launch.contract import how_to_deploy, read_contract
 from trainyard.launch.session import Account
 from trainyard.operate.tenants import survey
 from trainyard.spec.platform import EnvironmentSpec
@@ -25,10 +26,12 @@ def function_lines(account: Account, environment: EnvironmentSpec, tenant: str, 
 
 
 def refused_connections(account: Account, environment: EnvironmentSpec, tenant: str, *, hours: float) -> Iterator[str]:
-    """The flow logs' lines of refused connections, as `FROM:PORT to TO:PORT`."""
+    """The flow logs' lines of refused connections, as `FROM:PORT to TO:PORT`; AwsRefusedError where none are kept."""
     group = next((one.physical_id for one in survey.held(account, environment, tenant) if _is_of_flows(one)), None)
     if group is None:
-        return
+        raise AwsRefusedError(
+            f"tenant {tenant}: no log group of its network's flows is deployed; {how_to_deploy(environment)}"
+        )
     for at, text in _events(account, group, hours, filterPattern=REFUSED):
         fields = text.split()
         if len(fields) == 14 and fields[12] == REFUSED:

@@ -30,9 +30,10 @@ Say = Callable[[str], None]
 STACK_SECONDS = 3600.0
 BUCKET = "AWS::S3::Bucket"
 BLIND = (
-    "not known here: no stack of it is deployed, and no removal began on this machine; of one that began on another, "
-    "that machine's state folder lists what is left: bring offboarding/ENVIRONMENT-TENANT.json here, and repeat the "
-    "command"
+    "not known here: no stack of it is deployed, and no unfinished removal of it is written down on this machine (of "
+    "one that was finished, offboarding/ENVIRONMENT-TENANT-MOMENT.txt of the state folder says what was left); of one "
+    "that another machine began, that one's state folder lists what is left: bring offboarding/ENVIRONMENT-TENANT.json "
+    "here, and repeat the command"
 )
 
 
@@ -61,14 +62,15 @@ class Plan:
     """An earlier removal began to empty its buckets, and did not end."""
     revoked: tuple[Revocation, ...] = ()
     """Roles whose older sessions were closed by hand."""
+    is_remembered: bool = False
+    """An unfinished removal on this machine wrote down what the tenant held."""
     ended: tuple[str, ...] = ()
     """Jobs that a person vouches for: they can't run any longer, though nobody answers for them."""
 
     @property
     def is_blind(self) -> bool:
-        """Whether nothing tells here what the tenant holds: it was never deployed, or a removal that began on another
-        machine has deleted its stacks."""
-        return not self.held and all(status == NOT_DEPLOYED for status in self.stacks.values())
+        """Whether nothing tells here what the tenant holds: BLIND says what may be the reason."""
+        return not (self.held or self.is_remembered) and all(one == NOT_DEPLOYED for one in self.stacks.values())
 
     def unowned(self) -> list[str]:
         """What no stack owns, and what becomes of it, for a person."""
@@ -172,6 +174,7 @@ def plan(
         job_roles=tuple(leftovers.job_roles(account, environment.name, tenant)),
         machine_logs=tuple(leftovers.machine_log_groups(account, environment.name, tenant)),
         was_emptied=journal.emptying,
+        is_remembered=bool(journal.held),
         revoked=tuple(revocations(account, (name for name in stacks if stacks[name] != NOT_DEPLOYED))),
         ended=tuple(ended),
     )

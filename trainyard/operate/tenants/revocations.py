@@ -65,6 +65,8 @@ def _on(iam: Any, role: str) -> Revocation | None:
         closed = datetime.fromisoformat(statement["Condition"]["DateLessThan"]["aws:TokenIssueTime"])
     except (KeyError, TypeError, ValueError):
         return None
+    if closed.tzinfo is None:  # written by hand: IAM takes a moment without a zone for UTC
+        closed = closed.replace(tzinfo=UTC)
     return Revocation(role, closed + timedelta(seconds=longest))
 
 
