@@ -21,7 +21,7 @@ from runbook_testing import record_of, rows_of
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import watch
-from trainyard.launch.backend import Observation
+from trainyard.launch.backend import AwayError, Observation
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.launcher import local_job
 from trainyard.launch.local_backend import LocalBackend
@@ -434,6 +434,18 @@ def test_a_storm_is_seen_behind_any_number_of_newer_jobs_and_one_that_ended_hold
     code, document, said = run("spot_storm", "--tenant", "acme", "--yes")
     assert code == 1 and "2 of 2 running spot jobs" in document["findings"][0]["words"]
     assert seen == [["stop", ended], ["stop", JOB_ID], ["resume", JOB_ID]] and "has ended already" in said
+    other = "acme-tiny-20260131120002-bbbb"
+    store.create(spot_job(reclaims=2, job_id=other))
+
+    def refuse_two(argv: Sequence[str]) -> str:
+        if argv[4] in (ended, other):
+            raise InputError(f"job {argv[4]}: refused")
+        return "done"
+
+    monkeypatch.setattr(framework, "_run", refuse_two)
+    code, document, said = run("spot_storm", "--tenant", "acme", "--yes")
+    assert code == 1 and "2 of 3 jobs were not moved" in document["error"]
+    assert all(f"job {one}: refused" in document["error"] for one in (ended, other)), "each is somebody's"
 
 
 def test_a_restore_is_checked_before_the_job_is_stopped(
@@ -574,6 +586,11 @@ def test_a_tenant_comes_and_goes_by_the_same_verbs(
     assert (refused[0], commands) == (2, []) and "--monthly-usd, --queue: tenant acme is in" in refused[2]
     entry = yaml.safe_load(environment_path.read_text())["tenants"]["acme"]
     same = ("--monthly-usd", str(entry["budget"]["monthly_usd"]), "--notify", *entry["budget"]["notify"])
+    for name, queue in entry["queues"].items():  # as people may write it
+        types = ",".join(reversed(queue["instance_types"]))
+        same = (*same, "--queue", f"{name}={types}:0{queue['max_instances']}")
+    refused = run("onboard", "--tenant", "acme", "--queue", "gpu", "--yes")
+    assert (refused[0], commands) == (2, []) and "--queue gpu: must look like NAME=TYPE[,TYPE]:MAX" in refused[2]
     assert run("onboard", "--tenant", "acme", *same, "--yes")[0] == 0, "the same command goes on"
     assert [command[0] for command in commands] == ["deploy", "doctor"]
     commands.clear()
@@ -601,6 +618,39 @@ def test_a_drill_fetches_each_newest_checkpoint_and_leaves_nothing(
     _, document, _ = run("disaster_drill", "--tenant", "acme", "--jobs", "1")
     told = {one["kind"]: one["words"] for one in document["findings"] if "job " in one["words"]}
     assert list(told) == ["unknown"] and "has saved nothing yet" in told["unknown"]
+
+
+def test_a_drill_asks_who_runs_a_job_only_of_one_without_a_checkpoint_and_writes_nothing_down(
+    tenant: TenantContract, run: Any, calls: list[str], deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = S3RecordStore(deployed.client("s3"), tenant.buckets.data)
+    names = [f"acme-tiny-2099013112000{number}-1a2b" for number in range(4)]
+    for name in names:
+        store.create(
+            record_of().model_copy(update={"job_id": name, "checkpoint_destination": f"s3://acme-data/{name}"})
+        )
+    trains, waits, silent, unknown = names
+    asked: list[str] = []
+
+    def observe(_: Any, record: JobRecord) -> Observation | None:
+        asked.append(record.job_id)
+        if record.job_id == silent:
+            raise AwayError("cluster c1 gives no answer")
+        states = {trains: Observation("Training"), waits: Observation("Pending")}
+        return states.get(record.job_id)
+
+    monkeypatch.setattr(ByRecord, "observe", observe)
+    calls.clear()
+    _, document, _ = run("disaster_drill", "--tenant", "acme", "--jobs", "5")
+    assert sorted(asked) == names and not [one for one in calls if not one.startswith(READS)]
+    told = {one["words"].split(": ")[0]: one for one in document["findings"]}
+    kinds = {name: told[f"job {name}"]["kind"] for name in (*names, JOB_ID)}
+    assert kinds == {trains: "fault", waits: "unknown", silent: "unknown", unknown: "unknown", JOB_ID: "clear"}
+    assert "is Training, has trained" in told[f"job {trains}"]["words"]
+    assert "cluster c1 gives no answer" in told[f"job {silent}"]["words"]
+    assert not any("has no job" in one["words"] for one in document["findings"])
+    _, document, _ = run("disaster_drill", "--tenant", "acme", "--jobs", "2")
+    assert not any("has no job" in one["words"] for one in document["findings"]), "they merely haven't saved yet"
 
 
 def test_a_reader_that_ends_early_gets_no_traceback(evidence: Path, environment_path: Path) -> None:
@@ -631,6 +681,29 @@ def test_a_bucket_that_is_open_or_keeps_no_versions_fails_the_audit(
         told = {one["words"].partition(":")[0]: one for one in document["findings"]}
         assert told["bucket acme-data"]["kind"] == kind, own
         assert (f"but by {own or 'aws:kms'}" in told["bucket acme-data"]["words"]) == (kind == "fault")
+
+
+def test_the_calls_that_an_audit_prints_mend_what_it_found(
+    tenant: TenantContract, run: Any, deployed: Account, doctor: None
+) -> None:
+    """By a program that reads them as the AWS CLI does: each option's value is text, or JSON."""
+    s3 = deployed.client("s3")
+    for bucket in tenant.buckets.model_dump().values():
+        s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Suspended"})
+    _, document, _ = run("audit_tenant", "--tenant", "acme", "--skip-isolation")
+    faults = [one for one in document["findings"] if one["kind"] == "fault"]
+    assert len(faults) == 3 and all(len(one["then"]) == 3 for one in faults)
+    for line in (line for one in faults for line in one["then"]):
+        program, service, operation, *options = shlex.split(line)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert (program, service, given.pop("--region")) == ("aws", "s3api", "us-east-1")
+        words = {"".join(part.title() for part in name[2:].split("-")): value for name, value in given.items()}
+        asked = {name: json.loads(value) if value.startswith("{") else value for name, value in words.items()}
+        getattr(s3, operation.replace("-", "_"))(**asked)
+    _, document, _ = run("audit_tenant", "--tenant", "acme", "--skip-isolation")
+    assert {one["kind"] for one in document["findings"] if one["words"].startswith("bucket ")} == {"clear"}
+    rule = s3.get_bucket_encryption(Bucket="acme-data")["ServerSideEncryptionConfiguration"]["Rules"][0]
+    assert rule["BucketKeyEnabled"] is True, "as the stacks have it: without, each object costs a call of KMS"
 
 
 def test_what_an_audit_found_is_told_also_where_its_proof_fails(

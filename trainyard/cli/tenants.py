@@ -251,6 +251,7 @@ def _entry(
 ) -> dict[str, Any]:
     """The entry as it will stand in the file; the spec's own validation says what is wrong with the values."""
     from trainyard.launch.contract import check_tenant
+    from trainyard.operate.tenants.entry import queue_of
 
     model: dict[str, Any] = {}
     if like is not None:
@@ -269,7 +270,7 @@ def _entry(
             f"{', '.join(missing)}: missing; give it, or --like TENANT to take what isn't given from another"
         )
     model |= {"network_index": _free_index(spec), "budget": budget}
-    model |= {"queues": dict(_queue(text) for text in queues)} if queues else {}
+    model |= {"queues": dict(map(queue_of, queues))} if queues else {}
     model |= {"cost_center": cost_center} if cost_center is not None else {}
     first = [key for key in ("network_index", "cost_center") if key in model]
     return {key: model[key] for key in (*first, *(key for key in model if key not in first))}
@@ -291,14 +292,6 @@ def _free_index(spec: "EnvironmentSpec") -> int:
             "use another environment for more tenants, as a range can't grow under deployed networks"
         )
     return free[0]
-
-
-def _queue(text: str) -> tuple[str, dict[str, Any]]:
-    name, equals, rest = text.partition("=")
-    types, colon, number = rest.rpartition(":")
-    if not (name and equals and types and colon and number.isdigit()):
-        raise InputError(f"--queue {text}: must look like NAME=TYPE[,TYPE]:MAX, e.g. gpu=ml.p5.4xlarge:4")
-    return name, {"instance_types": types.split(","), "max_instances": int(number)}
 
 
 def _guarantee(text: str) -> tuple[str, int]:

@@ -1,13 +1,13 @@
 """Is a tenant as it should be: access, keys, buckets, isolation; with a folder for an auditor."""
 
 import argparse
-import shlex
 from typing import Any
 
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.place import TenantAccess
+from trainyard.launch.session import Account
 from trainyard.operate.doctor import examine
-from trainyard.operate.runbooks.framework import Finding, Kind, command, keep
+from trainyard.operate.runbooks.framework import Finding, Kind, call_words, command, keep
 from trainyard.operate.runbooks.runbook import Context, Runbook
 
 SUMMARY = "is a tenant as it should be: access, keys, buckets, isolation; evidence for an auditor"
@@ -34,8 +34,13 @@ def run(context: Context) -> None:
     seen = {bucket: _bucket(access, bucket) for bucket in buckets.values()}
     keep(context.report.folder, "buckets.json", seen)
     keys = access.contract.keys.model_dump()
-    mend = shlex.join(("trainyard", "deploy", context.environment_words, "--tenant", given.tenant))
-    context.report.findings += [_judged(seen[bucket], bucket, keys[name], mend) for name, bucket in buckets.items()]
+    for name, bucket in buckets.items():
+        has_bucket_key = not (
+            name == "checkpoints" and access.contract.job_keys
+        )  # as stacks/constructs/storage.py has it
+        context.report.findings.append(
+            _judged(seen[bucket], bucket, keys[name], access.account, has_bucket_key=has_bucket_key)
+        )
     if not given.skip_isolation:
         page = str(context.report.folder / "isolation.html")
         context.perform([command("isolation", str(context.environment_path), "--html", page, changes=False)])
@@ -65,11 +70,21 @@ def _bucket(access: TenantAccess, bucket: str) -> dict[str, Any]:
     return found
 
 
-def _judged(found: dict[str, Any], bucket: str, key: str, mend: str) -> Finding:
-    """`key`: ARN of what its objects are to be under."""
-    wrong = [name for name in CLOSED if not (found["public"] or {}).get(name)]
-    problems = [f"not set: {', '.join(wrong)}"] if wrong else []
-    problems += [] if found["versions"] == "Enabled" else ["keeps no versions"]
+def _judged(found: dict[str, Any], bucket: str, key: str, account: Account, *, has_bucket_key: bool) -> Finding:
+    """`key`: ARN of what its objects are to be under; `has_bucket_key`: S3 asks KMS for it once an hour, and not for
+    each object, as the stacks have it. What is wrong comes with the call that mends it: a deployment
+    sends what differs from the templates before it, and not what somebody changed beside them."""
+    problems, then = list[str](), list[str]()
+
+    def mend(operation: str, **parameters: Any) -> None:
+        then.append(call_words(account, "s3", operation, Bucket=bucket, **parameters))
+
+    if wrong := [name for name in CLOSED if not (found["public"] or {}).get(name)]:
+        problems.append(f"not set: {', '.join(wrong)}")
+        mend("put_public_access_block", PublicAccessBlockConfiguration=dict.fromkeys(CLOSED, True))
+    if found["versions"] != "Enabled":
+        problems.append("keeps no versions")
+        mend("put_bucket_versioning", VersioningConfiguration={"Status": "Enabled"})
     rules = (found["encryption"] or {}).get("Rules", [])
     by_default = [rule.get("ApplyServerSideEncryptionByDefault") or {} for rule in rules]
     # S3 takes a key's id for its ARN; without one it is the account's aws/s3, which everybody in the account may use.
@@ -77,10 +92,11 @@ def _judged(found: dict[str, Any], bucket: str, key: str, mend: str) -> Finding:
     if not own:
         under = ", ".join(str(one.get("KMSMasterKeyID") or one.get("SSEAlgorithm")) for one in by_default) or "none"
         problems.append(f"not encrypted by the tenant's key {key} by default, but by {under}")
+        default = {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": key}
+        rule = {"ApplyServerSideEncryptionByDefault": default, "BucketKeyEnabled": has_bucket_key}
+        mend("put_bucket_encryption", ServerSideEncryptionConfiguration={"Rules": [rule]})
     if problems:
-        # A deployment sends what differs from the templates before it, and not what somebody changed beside them.
-        drift = f"aws cloudformation detect-stack-drift --stack-name STACK   # what was changed by hand; then {mend}"
-        return Finding("fault", f"bucket {bucket}: {'; '.join(problems)}", (), (drift,))
+        return Finding("fault", f"bucket {bucket}: {'; '.join(problems)}", (), tuple(then))
     return Finding("clear", f"bucket {bucket}: closed to the public, versioned, encrypted by the tenant's key")
 
 

@@ -6,10 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
-from trainyard.errors import JobFailedError, TrainyardError
+from trainyard.errors import AwsAwayError, JobFailedError, TrainyardError
 from trainyard.launch import checkpoints, watch
 from trainyard.launch.aws import aws_errors
-from trainyard.launch.place import TenantAccess
+from trainyard.launch.place import Place, TenantAccess
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Finding, Step
 from trainyard.operate.runbooks.runbook import Context, Runbook, count
@@ -30,22 +30,42 @@ def run(context: Context) -> None:
     place, findings = access.place, context.report.findings
     findings += _versions(access)
     steps = []
-    for job_id in place.store.job_ids()[: context.options.jobs]:
+    job_ids = place.store.job_ids()
+    for job_id in job_ids[: context.options.jobs]:
         try:
-            record = watch.status(place.store, place.backend, job_id).record
-            if not _has_trained(record) and not checkpoints.list_checkpoints(record.checkpoint_destination, place.s3):
-                findings.append(Finding("unknown", f"job {job_id}: {record.state}: has saved nothing yet"))
+            record = place.store.read(job_id).record
+            if not checkpoints.list_checkpoints(record.checkpoint_destination, place.s3):
+                findings.append(_without(place, record))
                 continue
             chosen = checkpoints.chosen(record.checkpoint_destination, place.s3, None)
+        except AwsAwayError as error:
+            findings.append(Finding("unknown", f"job {job_id}: can't be looked at now: {error}"))
+            continue
         except TrainyardError as error:
             findings.append(Finding("fault", f"job {job_id}: could not come back: {error}"))
             continue
         size = chosen.size_bytes / 2**30
         findings.append(Finding("clear", f"job {job_id}: step {chosen.step}, {size:.3f} GiB", (chosen.uri,)))
         steps.append(_fetch(context, record, place.s3, chosen))
-    if not steps and not any(one.kind == "fault" for one in findings):
+    if not job_ids:
         findings.append(Finding("unknown", f"tenant {context.options.tenant} has no job: there is nothing to drill"))
     context.perform(steps)
+
+
+def _without(place: Place, record: JobRecord) -> Finding:
+    """Of a job without any checkpoint: a fault where it has trained. Its record is as old as the last look at it, so
+    that who runs it is asked; nothing is written down, as a drill changes nothing."""
+    try:
+        observation = None if _has_trained(record) else place.backend.observe(record)
+    except TrainyardError as error:
+        words = f"job {record.job_id}: has saved nothing, and whether it has trained can't be told: {error}"
+        return Finding("unknown", words)
+    seen = record if observation is None else watch.merged(record, observation)
+    if _has_trained(seen):
+        where = record.checkpoint_destination
+        words = f"job {record.job_id}: could not come back: is {seen.state}, has trained, and no checkpoint is there"
+        return Finding("fault", words, (where,))
+    return Finding("unknown", f"job {record.job_id}: {seen.state}: has saved nothing yet")
 
 
 def _has_trained(record: JobRecord) -> bool:

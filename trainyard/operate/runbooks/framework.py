@@ -228,10 +228,16 @@ def call(account: Account, service: str, operation: str, **parameters: Any) -> S
         kept = {name: value for name, value in answer.items() if name != "ResponseMetadata"}
         return json.dumps(kept, default=str) if kept else "done"
 
+    return Step(call_words(account, service, operation, **parameters), make)
+
+
+def call_words(account: Account, service: str, operation: str, **parameters: Any) -> str:
+    """One call of AWS as the AWS CLI has it."""
     options = " ".join(f"--{_dashed(name)} {_quoted(value)}" for name, value in parameters.items())
     if service not in ("iam", "sts"):  # which are of no region; another one's service knows nothing of a key here
         options += f" --region {account.session.region_name}"
-    return Step(f"aws {service} {operation.replace('_', '-')} {options}".strip(), make)
+    named = {"s3": "s3api"}.get(service, service)
+    return f"aws {named} {operation.replace('_', '-')} {options}".strip()
 
 
 def _dashed(name: str) -> str:

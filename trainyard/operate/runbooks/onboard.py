@@ -5,6 +5,7 @@ import argparse
 from trainyard.errors import InputError
 from trainyard.operate.runbooks.framework import Step, command
 from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.operate.tenants.entry import queue_of
 from trainyard.spec.platform import TenantSpec
 
 SUMMARY = "a tenant comes: its entry, its stacks, and the checks that it works"
@@ -48,12 +49,15 @@ def run(context: Context) -> None:
 
 def _refuse_others(given: argparse.Namespace, entry: TenantSpec, path: str) -> None:
     """InputError for an option that says other than the entry that is there, which nobody would hear of."""
-    queues = {f"{name}={','.join(queue.instance_types)}:{queue.max_instances}" for name, queue in entry.queues.items()}
+    there = {name: (set(queue.instance_types), queue.max_instances) for name, queue in entry.queues.items()}
+    queues = {
+        name: (set(queue["instance_types"]), queue["max_instances"]) for name, queue in map(queue_of, given.queue)
+    }
     asked = {
         "--monthly-usd": given.monthly_usd is None or _is_number(given.monthly_usd, entry.budget.monthly_usd),
         "--notify": not given.notify or set(given.notify) == set(entry.budget.notify),
         "--cost-center": given.cost_center is None or given.cost_center == entry.cost_center,
-        "--queue": not given.queue or set(given.queue) == queues,
+        "--queue": not queues or queues == there,
     }
     if other := [option for option, is_so in asked.items() if not is_so]:
         raise InputError(

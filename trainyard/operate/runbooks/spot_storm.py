@@ -3,7 +3,7 @@
 import argparse
 from concurrent.futures import ThreadPoolExecutor
 
-from trainyard.errors import InputError, TrainyardError
+from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.launch import watch
 from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
@@ -50,6 +50,9 @@ def run(context: Context) -> None:
             context.perform([stop, resume])
         except TrainyardError as error:  # it has ended meanwhile, say: the storm still has the others
             failures.append(error)
+    if len(failures) > 1:
+        told = "; ".join(dict.fromkeys(map(str, failures)))
+        raise JobFailedError(f"{len(failures)} of {len(moved)} jobs were not moved: {told}")
     if failures:
         raise failures[0]
 

@@ -15,6 +15,15 @@ import yaml
 from trainyard.errors import InputError
 
 
+def queue_of(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and entry of a queue as `--queue` has it; InputError where it doesn't look like one."""
+    name, equals, rest = text.partition("=")
+    types, colon, number = rest.rpartition(":")
+    if not (name and equals and types and colon and number.isdecimal()):
+        raise InputError(f"--queue {text}: must look like NAME=TYPE[,TYPE]:MAX, e.g. gpu=ml.p5.4xlarge:4")
+    return name, {"instance_types": types.split(","), "max_instances": int(number)}
+
+
 def with_tenant(text: str, name: str, entry: Mapping[str, Any], where: str) -> str:
     """`text` (an environment file) with one more tenant at the end of `tenants`."""
     tenants = _tenants(text, where)
