@@ -8,6 +8,7 @@ from launch_testing import IMAGE, objects
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import launch, watch
+from trainyard.launch import launcher as launcher_module
 from trainyard.launch.contract import read_contract, read_image
 from trainyard.launch.record import CREATED, SUBMITTED, S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend
@@ -45,6 +46,22 @@ def test_a_launched_job_is_recorded_submitted_and_readable(
     assert described["VpcConfig"]["Subnets"] == list(contract.subnet_ids)
     assert S3RecordStore(s3, contract.buckets.data).read(record.job_id).record == record
     assert said, "a person sees what is being done"
+
+
+def test_a_submission_is_no_later_than_what_follows_from_it(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker may take its time to answer, while SageMaker starts the job."""
+    clock = ["2026-03-01T10:00:00+00:00"]
+    monkeypatch.setattr(launcher_module, "utc_now", lambda: clock[0])
+
+    def slow(*_: Any) -> None:
+        clock[0] = "2026-03-01T10:00:30+00:00"
+
+    monkeypatch.setattr(SageMakerBackend, "submit", slow)
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    assert record.states[-1].state == SUBMITTED
+    assert record.states[-1].at == record.attempt.submitted_at == "2026-03-01T10:00:00+00:00"
 
 
 def test_the_record_is_there_before_the_job(

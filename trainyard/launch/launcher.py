@@ -319,13 +319,14 @@ def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) 
 
 def _submitted(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
     record = store.read(job_id).record
+    asked_at = utc_now()  # not when the answer came: its machines may have begun before that
     cluster = backend.submit(record, say) or ""
     number = record.attempt.number
 
     def confirmed(current: JobRecord) -> JobRecord:
         if current.attempt.number != number or current.attempt.submitted_at is not None:
             return current
-        return current.with_attempt(submitted_at=utc_now(), cluster=cluster).with_state(SUBMITTED)
+        return current.with_attempt(submitted_at=asked_at, cluster=cluster).with_state(SUBMITTED, at=asked_at)
 
     return update(store, job_id, confirmed).record
 
