@@ -19,9 +19,10 @@ from trainyard.cli.app import run
 from trainyard.cli.checkpoints import destination_of
 from trainyard.cli.live import follow
 from trainyard.cli.seen import Seen
-from trainyard.errors import AwsAwayError, InputError, JobFailedError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation
+from trainyard.launch.backends import ByRecord
 from trainyard.launch.place import place_of
 from trainyard.launch.ray_jobs import HttpJobServer
 from trainyard.launch.record import JobRecord
@@ -83,6 +84,44 @@ def test_launch_status_jobs_checkpoints(
     found = json.loads(output_of(["checkpoints", job_id, "-e", where, "--json"], capsys))
     assert [(item["step"], item["committed"], item["size_bytes"]) for item in found] == [(5, True, 16), (10, False, 8)]
     assert "torn" in output_of(["checkpoints", job_id, "-e", where], capsys)
+
+
+def test_a_resume_is_advised_with_where_it_would_begin(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    contract: TenantContract,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    seen = Observation("Failed", failure="the disk is gone")
+    monkeypatch.setattr(ByRecord, "observe", lambda *_: seen)
+
+    def told() -> str:
+        document = json.loads(output_of(["status", job_id, "-e", where, "--json"], capsys))
+        printed = output_of(["status", job_id, "-e", where], capsys)
+        assert "".join(document["advice"].split()) in "".join(printed.split())
+        return str(document["advice"])
+
+    assert (
+        f"trainyard resume {job_id} " in told() and "starts it from its first step, as it has no checkpoint" in told()
+    )
+    s3 = deployed.client("s3")
+    for name in ("shard-0", "COMMITTED"):
+        key = f"jobs/{job_id}/checkpoints/step-00000005/{name}"
+        assert "from its first step" in told(), "a torn one is none"
+        s3.put_object(Bucket=contract.buckets.checkpoints, Key=key, Body=b"12345678")
+    assert told().endswith("starts it from its newest checkpoint")
+    monkeypatch.setattr("trainyard.launch.checkpoints.open_files", refuse)
+    assert "(without one, from its first step)" in told(), "a status does not fail for it"
+    seen = Observation("Training")
+    assert "resume" not in told()
+
+
+def refuse(*_: object) -> None:
+    raise AwsRefusedError("no")
 
 
 def test_a_tenant_that_cannot_be_opened_hides_no_job_of_another(

@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_for_a_while_costs_neither_rows_nor_the_job(tmp_path
 def test_a_diverged_job_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path, "single", steps=12, learning_rate=1e30, gradient_clip=None)
     output, _ = run_trainer(1, job, tmp_path / "out", expected_code=1)
-    assert "training diverged; lower training.learning_rate" in output
+    assert "training diverged: " in output and "; lower training.learning_rate" in output
     assert "; there is no checkpoint yet" in output and "of step 0" not in output
     assert "Traceback" not in output
     assert not (tmp_path / "out" / "result.json").exists()

@@ -204,7 +204,7 @@ def test_a_skipped_batch_is_skipped_everywhere_and_a_resume_skips_the_same(tmp_p
     codes, outputs, _ = run_poisoned(job, tmp_path / "out", {17: "nan", 18: "nan"}, *limit)
     assert codes == [1, 1], outputs
     # By whichever rank was the first to end.
-    assert "step 18: loss is nan, 2 batches in a row; rank 1 on " in "".join(outputs)
+    assert "step 18: training diverged: loss is nan, 2 batches in a row; rank 1 on " in "".join(outputs)
     assert "Traceback" not in "".join(outputs)
     read_snapshot(tmp_path / "out/anomalies/step-00000018", rows)
 

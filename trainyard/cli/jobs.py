@@ -1,5 +1,6 @@
 """`launch`, `status`, `logs`, `stop`, `resume`, `jobs`: a job from its spec to its end."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,6 +239,7 @@ def status(
     Example: trainyard status acme-stdlib-llama-20260131120000-1a2b
     """
     from trainyard.launch import watch
+    from trainyard.launch.checkpoints import has_any
     from trainyard.launch.goodput import goodput
 
     with console(stderr=True).status("asking"):
@@ -245,6 +247,11 @@ def status(
         current = watch.status(place.store, place.backend, job_id, options=as_given(environment, tenant))
         begin_tracking(current.record, place, environment)
         reached = goodput(current.record, place.s3)
+        if current.finished or current.observation is None:  # where a resume is advised
+            saved = has_any(current.record.checkpoint_destination, place.s3)
+            # Hosts' own disks may hold one that never came to its destination.
+            is_on_disks = current.record.resolved.spec.checkpoint.local_directory is not None
+            current = dataclasses.replace(current, has_checkpoint=saved or (None if is_on_disks else saved))
     if as_json:
         print_json(summary(current.record, current) | {"goodput": reached.as_json() if reached else None})
         return

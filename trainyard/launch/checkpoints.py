@@ -72,6 +72,15 @@ def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
     return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
 
 
+def has_any(destination: str, s3: Any) -> bool | None:
+    """Whether a committed checkpoint is there, by names alone; None where that can't be told."""
+    try:
+        names = open_files(destination.rstrip("/"), s3).sizes(FOLDER)
+    except TrainyardError:
+        return None
+    return any(_MARKER in files for files in _by_step(names).values())
+
+
 def _by_step(names: dict[str, int]) -> dict[int, dict[str, int]]:
     """Step -> name within its folder -> bytes."""
     found: dict[int, dict[str, int]] = {}

@@ -39,7 +39,12 @@ STREAMS_A_SECOND = 5
 """Of a large job's many logs: CloudWatch Logs counts the reads of all of an account together (25 a second)."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FROM = "from its newest checkpoint (without one, from its first step)"
+_FROM = {
+    None: "from its newest checkpoint (without one, from its first step)",
+    True: "from its newest checkpoint",
+    False: "from its first step, as it has no checkpoint",
+}
+"""Where a resume begins, by whether a checkpoint is there."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Status:
     """None: the backend has never heard of the newest attempt."""
     options: str = ""
     """With which a verb finds the job where this one did (--environment, --tenant): for commands that are printed."""
+    has_checkpoint: bool | None = None
+    """Whether a committed checkpoint is there; None: nobody looked."""
 
     @property
     def state(self) -> str:
@@ -72,9 +79,9 @@ class Status:
                 f"launcher is still at work, `trainyard resume {job}` submits it"
             )
         if self.observation is None:
-            return f"the backend no longer knows it: `trainyard resume {job}` starts it {_FROM}"
+            return f"the backend no longer knows it: `trainyard resume {job}` starts it {_FROM[self.has_checkpoint]}"
         if self.state in {"Failed", "Stopped"}:
-            return f"`trainyard resume {job}` starts it {_FROM}"
+            return f"`trainyard resume {job}` starts it {_FROM[self.has_checkpoint]}"
         return ""
 
 

@@ -235,13 +235,16 @@ class AnomalyGuard:
             # A full disk on one rank: the others wait for it in _ranks.
             snapshot = f"not written: {error.strerror or error}"
         repeats = self.watch.num_in_a_row
-        what = f"step {step}: {self.found}" + (f", {repeats} batches in a row" if repeats > 1 else "")
+        # What it means comes first: who is called at night reads the first words of it.
+        what = f"step {step}: training diverged: {self.found}" + (
+            f", {repeats} batches in a row" if repeats > 1 else ""
+        )
         where = "; ".join(
             f"rank {rank} on {host} has it" for rank, (host, good) in enumerate(self._ranks(own_loss_sum)) if not good
         )
         advice = (
-            "training diverged; lower training.learning_rate or training.gradient_clip, lengthen the warm-up, or use"
-            " bf16 or fp32; training.on_anomaly: rollback (or skip) leaves such batches out"
+            "lower training.learning_rate or training.gradient_clip, lengthen the warm-up, or use bf16 or fp32;"
+            " training.on_anomaly: rollback (or skip) leaves such batches out"
         )
         return "; ".join(part for part in (what, where, advice, f"snapshot: {snapshot}") if part)
 
