@@ -146,6 +146,15 @@ def test_figures_are_the_records_own(page: str) -> None:
     assert "9% too low, within the interval" in page, "10 s planned, 11 s measured"
 
 
+def test_a_short_curve_is_drawn_once(ended: JobRecord) -> None:
+    """Too few steps for a mean of several."""
+    (Path(ended.checkpoint_destination) / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in metrics()[:30])
+    )
+    page = report_of(ended, None, now=BEGIN + timedelta(hours=5))
+    assert "training" in words_of(pictures(page)["loss"]) and "mean of 1 steps" not in page
+
+
 def test_a_job_that_has_told_nothing_has_a_page_too(ended: JobRecord) -> None:
     fresh = ended.model_copy(update={"checkpoint_destination": "/nowhere/at-all", "states": states()[:2]})
     page = report_of(fresh, None, now=BEGIN + timedelta(minutes=3))

@@ -195,6 +195,14 @@ def test_an_unknown_model_is_refused_with_what_would_help(job: MakeJob) -> None:
         plan(job(model={"source": "s3://x/mystery"}))
 
 
+@pytest.mark.parametrize(("num", "told"), [(1, "on 1 process here (1 rank)"), (2, "on 2 processes here (2 ranks)")])
+def test_one_of_them_is_no_plural(job: MakeJob, num: int, told: str) -> None:
+    console = Console(width=200, record=True, force_terminal=False)
+    layout = {"data_replicate": num}
+    print_plan(plan(job(compute={"backend": "local", "instance_type": None}, parallelism=layout)), console)
+    assert told in console.export_text().splitlines()[0]
+
+
 def test_the_table_marks_the_chosen_one_and_names_price_and_date(job: MakeJob) -> None:
     console = Console(width=200, record=True, force_terminal=False)
     print_plan(plan(job(model=LLAMA_70B, budget={"max_usd": 10})), console)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, ThisTenantOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError
 
@@ -39,7 +39,7 @@ def cost(
     by: ByOption = "tenant",
     month: MonthOption = None,
     environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
-    tenant: TenantOption = None,
+    tenant: ThisTenantOption = None,
     with_forecast: ForecastOption = False,
     as_csv: CsvOption = False,
     as_json: JsonOption = False,

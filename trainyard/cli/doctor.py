@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, ThisTenantOption
 from trainyard.cli.output import console, print_json
 
 _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tenant: TenantOption = None, as_json: JsonOption = False
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tenant: ThisTenantOption = None, as_json: JsonOption = False
 ) -> None:
     """Check this machine, the environment and its tenants; exit code 1 where something fails.
 

@@ -19,6 +19,9 @@ EnvironmentOption = Annotated[
     ),
 ]
 TenantOption = Annotated[str | None, typer.Option("--tenant", "-t", help="The tenant, where the name doesn't tell.")]
+ThisTenantOption = Annotated[
+    str | None, typer.Option("--tenant", "-t", help="This tenant alone; default: all of the environment.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 SetOption = Annotated[
     list[str] | None,

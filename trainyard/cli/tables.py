@@ -13,6 +13,7 @@ from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
 from trainyard.operate.runbooks.log_lines import RUNBOOKS, classify, decisive
+from trainyard.planner.render import counted
 
 _COLOURS = {"Completed": "green", "Failed": "red", "Stopped": "yellow", "Interrupted": "yellow", "Created": "yellow"}
 
@@ -28,7 +29,8 @@ def status_table(current: Status, reached: Goodput | None = None) -> Group:
     compute = record.resolved.spec.compute
     machines = f"{record.resolved.num_hosts} x {compute.instance_type or 'a machine'}"
     where = "this machine" if record.backend == "local" else machines
-    facts.add_row("runs on", f"{where}, {record.resolved.world_size} processes{', spot' if compute.spot else ''}")
+    processes = counted(record.resolved.world_size, "process")
+    facts.add_row("runs on", f"{where}, {processes}{', spot' if compute.spot else ''}")
     if record.attempt.number > 1:
         facts.add_row("attempt", f"{record.attempt.number} ({record.attempt.training_job_name})")
     if record.attempt.reclaims:

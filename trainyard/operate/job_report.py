@@ -18,6 +18,7 @@ from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 from trainyard.launch.spending import Spent, spent
 from trainyard.planner.drawing import COLOURS, WIDTH, Bar, Curve, Mark, Picture, Scale, line_chart, stacked_bars
 from trainyard.planner.page import STYLE
+from trainyard.planner.render import counted
 from trainyard.spec.meters import BY_NAME
 
 Rows = Sequence[Mapping[str, Any]]
@@ -86,7 +87,7 @@ def _facts(record: JobRecord, rows: Rows, money: Spent | None, now: datetime) ->
         "state": f"{record.state}, attempt {record.attempt.number}"
         + (f": {record.attempt.failure}" if record.attempt.failure else ""),
         "launched": f"{record.attempts[0].created_at}" + (f" by {record.launched_by}" if record.launched_by else ""),
-        "ran on": f"{where}, {record.resolved.world_size} processes{', spot' if compute.spot else ''}",
+        "ran on": f"{where}, {counted(record.resolved.world_size, 'process')}{', spot' if compute.spot else ''}",
         "steps": f"{last.get('step', 0):,} of {record.resolved.steps:,}" if record.resolved.steps else last.get("step"),
         "cost": money.as_line() if money else "not known: this machine, or no price in its plan",
         "planned cost": f"{planned:,.2f} USD ({cost.get('price_basis')})" if planned is not None else "not planned",
@@ -112,8 +113,8 @@ def _loss(rows: Rows, restarts: Sequence[Mark]) -> str:
         for index, point in enumerate(points)
     ]
     curves = (
-        Curve("training", points, COLOURS[0], pale=True),
-        Curve(f"mean of {2 * half + 1} steps", mean, COLOURS[0]),
+        Curve("training", points, COLOURS[0], pale=half > 0),
+        Curve(f"mean of {2 * half + 1} steps", mean if half else [], COLOURS[0]),
         Curve("validation", _points(rows, "validation_loss"), COLOURS[1], dots=True),
     )
     return line_chart("loss", "step", curves, marks=restarts, height=320)

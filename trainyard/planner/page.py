@@ -10,7 +10,7 @@ from html import escape
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook
 from trainyard.planner.drawing import CHARACTER_WIDTH, COLOURS, WIDTH, Bar, Picture, Scale, legend, stacked_bars
-from trainyard.planner.render import UNFINISHED, count_of, hours_of, usd_of
+from trainyard.planner.render import UNFINISHED, count_of, hours_of, machines_of, usd_of
 from trainyard.planner.results import Configuration, Option, Plan, Search
 from trainyard.planner.scaling import Point, scaling
 from trainyard.planner.search import search as search_machines
@@ -76,9 +76,8 @@ def _sections(job: JobSpec, plan: Plan, book: PriceBook) -> list[tuple[str, str,
 
 
 def _headline(plan: Plan) -> str:
-    where = f"{plan.instance_count} x {plan.instance_type}" if plan.instance_type else f"{plan.num_gpus} processes here"
     length = f"{plan.steps:,} steps" if plan.steps else "by epochs"
-    words = f"{count_of(plan.params)} parameters, {length}, on {where}: {plan.chosen.layout}."
+    words = f"{count_of(plan.params)} parameters, {length}, on {machines_of(plan)}: {plan.chosen.layout}."
     if plan.cost is not None and not math.isfinite(plan.cost.expected_hours):
         words += f" It {UNFINISHED}: it fails more often than it saves."
     elif plan.cost is not None:

@@ -30,11 +30,23 @@ def render(plan: Plan) -> Group:
 
 
 def _headline(plan: Plan) -> str:
-    where = f"{plan.instance_count} x {plan.instance_type}" if plan.instance_type else f"{plan.num_gpus} processes here"
     length = f"{plan.steps:,} steps" if plan.steps else "by epochs"
     length += f", {count_of(plan.tokens)} tokens" if plan.tokens else ""
     size = count_of(plan.params)
-    return f"[bold]{escape(plan.job)}[/bold]: {size} parameters, {length}, on {where} ({plan.num_gpus} ranks)"
+    where = f"{machines_of(plan)} ({counted(plan.num_gpus, 'rank')})"
+    return f"[bold]{escape(plan.job)}[/bold]: {size} parameters, {length}, on {where}"
+
+
+def machines_of(plan: Plan) -> str:
+    """Where the job would run."""
+    if plan.instance_type:
+        return f"{plan.instance_count} x {plan.instance_type}"
+    return f"{counted(plan.num_gpus, 'process')} here"
+
+
+def counted(number: int, thing: str) -> str:
+    """1 process, 2 processes; 1 rank, 2 ranks."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}{'es' if thing.endswith('s') else 's'}"
 
 
 def count_of(number: int) -> str:
