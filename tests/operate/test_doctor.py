@@ -6,10 +6,11 @@ import pytest
 from launch_testing import IMAGE
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.contract import how_to_deploy, read_contract
 from trainyard.launch.session import Account
 from trainyard.operate import doctor
-from trainyard.operate.account_checks import Check
+from trainyard.operate.account_checks import Check, failed
 from trainyard.operate.doctor import examine
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
@@ -31,6 +32,21 @@ def test_an_empty_account_fails_with_a_mend_on_every_line(aws: Account, environm
     for name in ("stacks", "image", "acme: contract", "globex: contract"):
         assert (checks[name].level, bool(checks[name].mend)) == ("fail", True), name
     assert "trainyard-test-acme-foundation (not deployed)" in checks["stacks"].finding
+
+
+def test_the_mend_of_what_is_not_deployed_is_whole(aws: Account, environment: EnvironmentSpec) -> None:
+    """A refusal's last part is its mend, which has to be one: half of it told to deploy another file."""
+    for name, told in (
+        ("local", "scripts/quickstart"),
+        ("production", "environments/production.yaml"),
+        ("mine", "ENV"),
+    ):
+        spec = environment.model_copy(update={"name": name, "emulated": name == "local"})
+        with pytest.raises(AwsRefusedError) as refused:
+            read_contract(aws, spec, "acme")
+        mend = failed("acme: contract", refused.value).mend
+        assert mend == how_to_deploy(spec) and mend.startswith("deploy the stacks: ") and told in mend
+        assert name == "production" or "trainyard deploy ENV.yaml" in mend, "a file of one's own has any name"
 
 
 def test_a_refusal_in_any_services_words_is_a_denial() -> None:

@@ -51,7 +51,7 @@ def how_to_deploy(environment: EnvironmentSpec) -> str:
     file = named if (checkout_root() / named).is_file() else "ENV.yaml"
     if environment.emulated and file == named:
         # The CDK CLI by hand would need the emulator's endpoint and key in its environment.
-        return "deploy the stacks: scripts/quickstart; those of a file of your own: trainyard deploy ENV.yaml"
+        return "deploy the stacks: scripts/quickstart (those of a file of your own: trainyard deploy ENV.yaml)"
     return f"deploy the stacks: trainyard deploy {file}"
 
 
