@@ -216,7 +216,8 @@ def test_other_data_is_refused_but_another_place_is_not(tmp_path: Path) -> None:
     build(resolved({"train": [source(moved)]}), tmp_path).train.load_state_dict(state)
     (moved / "part-1.jsonl").write_text(path.read_text().replace("AAAAA", "AAAAB", 1))
     changed = build(resolved({"train": [source(moved)]}), tmp_path).train
-    with pytest.raises(InputError, match=r"dataset_digest was .* the data, the tokenizer or what the image takes for text changed"):
+    told = r"dataset_digest was .* the data, the tokenizer or what the image takes for text changed"
+    with pytest.raises(InputError, match=told):
         changed.load_state_dict(state)
 
 
