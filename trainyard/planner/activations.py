@@ -164,7 +164,7 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
         # A scale's gradient needs what it scales: the output of every product.
         width += qkv + 2 * shape.hidden + shape.ffn * (2 if shape.gated_mlp else 1)
     width += shape.ffn * (3 if shape.gated_mlp else 1)
-    width += shape.hidden * (4 if shape.norm == "rms" else 2)
+    width += shape.hidden * (2 if shape.norm == "layer" else 4)
     if layout.method == "qlora":
         width += constants.quantized_inputs * (shape.ffn + 4 * shape.hidden)
         if layout.keeps_rest_in_fp32:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainyard.errors import InputError
 from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.dense_families import DENSE_READERS
 from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.planner.kinds import EXPERTS, is_plain
 from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
@@ -133,9 +134,8 @@ def _gemma(config: Config) -> ModelShape:
         "head_dim": 256,
     }
     bias = bool(config.get("attention_bias", False))
-    return ModelShape(
-        **common_sizes({"tie_word_embeddings": True, **config}, defaults), qkv_bias=bias, output_bias=bias
-    )
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
+    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, norm="rms_fp32")
 
 
 def _gemma2(config: Config) -> ModelShape:
@@ -151,7 +151,13 @@ def _gemma2(config: Config) -> ModelShape:
     bias = bool(config.get("attention_bias", False))
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
     return ModelShape(
-        **sizes, qkv_bias=bias, output_bias=bias, norms_per_layer=4, has_capped_scores=caps_scores(config)
+        **sizes,
+        qkv_bias=bias,
+        output_bias=bias,
+        norm="rms_fp32",
+        norms_per_layer=4,
+        has_capped_scores=caps_scores(config),
+        logits="plain" if config.get("final_logit_softcapping", 30.0) is None else "capped",
     )
 
 
@@ -394,6 +400,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    **DENSE_READERS,
     **EXPERT_READERS,
 }
 """model_type to reader; parameter counts are tested against transformers."""

@@ -37,14 +37,21 @@ class ModelShape:
     """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0
     """Of a MoE model, the layers with an ordinary feed-forward block."""
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
+    """`rms_fp32`: its weight multiplies in fp32 too (Gemma, OLMo 2). `layer_fp32`: in fp32, without weights (OLMo).
+    `layer_written_out`: in fp32, step by step, without bias (Cohere)."""
     norms_per_layer: int = 2
+    norms_after: bool = False
+    """Norms are of what attention and feed-forward block give, before it is added, and not of what they read."""
     qk_norm_per_head: bool = False
     """A norm of head_dim on queries and keys."""
     qk_norm_whole: bool = False
     """A norm on all heads' queries, and one on all heads' keys."""
     fused_qkv: bool = False
     """Queries, keys and values come from one matrix."""
+    copies_attention: bool = False
+    """Queries come out of their rotation head by head, as where a part of them is not rotated: attention's result is
+    copied before its output projection reads it."""
     parallel_residual: bool = False
     """Attention and feed-forward block read the same residual."""
     activation_tensors: int = 1
@@ -71,11 +78,15 @@ class ModelShape:
     value_head_dim: int = 0
     """Latent attention: dimensions of a value head; 0: `head_dim`."""
     attention_window: int = 0
-    """Positions that half of the layers attend to (gpt-oss); 0: all attend to all."""
+    """Positions that `windowed_layers` attend to; 0: all attend to all."""
+    windowed_layers: int = 0
+    """0: half of them (gpt-oss)."""
     attention_sinks: bool = False
     """A learned logit per head that takes the attention nobody else wants."""
     has_capped_scores: bool = False
     """Attention's scores pass through a tanh (Gemma 2)."""
+    logits: Literal["plain", "scaled", "capped"] = "plain"
+    """What the head gives, or that times a number (Granite, Cohere), or through a tanh (Gemma 2)."""
     mamba_layers: int = 0
     """Of a hybrid, layers that are a Mamba-2 block and nothing else. In a hybrid every layer has one block."""
     attention_layers: int = 0
@@ -156,7 +167,7 @@ class ModelShape:
     @cached_property
     def norm_params(self) -> int:
         """Parameters of one norm over `hidden`."""
-        return self.hidden * (2 if self.norm == "layer" else 1)
+        return self.hidden * {"layer": 2, "layer_fp32": 0}.get(self.norm, 1)
 
     @cached_property
     def attention_params(self) -> int:
@@ -287,4 +298,6 @@ class ModelShape:
         if not self.attention_window or self.attention_window >= sequence_length:
             return sequence_length
         # A window has no causal half: twice its length, as the caller may halve it.
-        return (sequence_length + min(2.0 * self.attention_window, sequence_length)) / 2
+        window = min(2.0 * self.attention_window, sequence_length)
+        share = self.windowed_layers / self.layers if self.windowed_layers else 0.5
+        return share * window + (1 - share) * sequence_length

@@ -475,7 +475,7 @@ class _Rank:
         outputs = MLP_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else MLP_OUTPUTS
         is_adapted = layout.method == "lora" and not outputs.isdisjoint(layout.lora_targets)
         is_narrow = layout.method == "qlora" or (layout.precision == "fp8" and layout.library == "trainyard")
-        is_read = shape.norms_per_layer >= 4 or shape.dropout or layout.dropout
+        is_read = shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout or layout.dropout
         stops = not (is_adapted or is_narrow or is_read)
         return stops and self._has_torchs_checkpoints and layout.year >= EARLY
 

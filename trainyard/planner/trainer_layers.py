@@ -87,14 +87,35 @@ class TrainerLayers:
     @cached_property
     def norm_input_bytes(self) -> float:
         """What a norm keeps before its weight: the residual, or its fp32 copy."""
-        widened = 4 if self.shape.norm == "rms" else self.residual_element
-        return self.split_hidden * max(widened, self.residual_element)
+        return self.split_hidden * self._norm_input_element
+
+    @property
+    def _norm_input_element(self) -> int:
+        """Written out, a layer norm keeps twice what is left without the mean: to square it, and to scale it."""
+        widened = {"layer": self.residual_element, "layer_written_out": 8}.get(self.shape.norm, 4)
+        return max(widened, self.residual_element)
+
+    @property
+    def _normalized_element(self) -> int:
+        """What a norm keeps of what it normalized, for its weight's gradient; torch's own makes it again."""
+        if self.is_frozen or self.shape.norm in ("layer", "layer_fp32"):
+            return 0
+        return self.residual_element if self.shape.norm == "rms" else 4
+
+    @property
+    def _outputs_norms_bytes(self) -> float:
+        """Norms of what both halves give, beside those of what they read (Gemma 2, GLM-4): nothing reads theirs."""
+        return (
+            (self.shape.norms_per_layer == 4)
+            * self.split_hidden
+            * (self._norm_input_element + self._normalized_element)
+        )
 
     def norm_output_bytes(self, num_readers: int, *, is_read_by_adapter: bool) -> float:
         """Normalized values, for the weight's gradient, and what the products read: each its own cast in autocast."""
         if self.is_frozen:
             return self.hidden * self.element * is_read_by_adapter
-        normalized = self.split_hidden * self.residual_element * (self.shape.norm == "rms")
+        normalized = self.split_hidden * self._normalized_element
         return normalized + self.hidden * self.element * (num_readers if self.is_autocast else 1)
 
     def four_bit_bytes(self, row: int) -> float:
@@ -135,9 +156,12 @@ class TrainerLayers:
 
     @cached_property
     def attention_norm_bytes(self) -> float:
-        """The norm before attention. With parallel residuals both norms read the same tensor, counted at the other."""
-        own = 0.0 if self.shape.parallel_residual else self.norm_input_bytes
+        """The norm before attention. With parallel residuals both norms read the same tensor, counted at the other; and
+        where both are one, what it gives is there too, but for casts of its own."""
+        own = 0.0 if self.shape.parallel_residual else self.norm_input_bytes + self._outputs_norms_bytes
         readers = 1 if self.shape.fused_qkv else 3
+        if self.shape.norms_per_layer == 1 and self.shape.parallel_residual and not self.is_frozen:
+            return own + self.hidden * self.element * readers * self.is_autocast
         return own + self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(ATTENTION_INPUTS))
 
     @cached_property
@@ -172,14 +196,24 @@ class TrainerLayers:
             width += query * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
         else:
             width = 2.0 * query + 2.0 * key
+            width += query * shape.copies_attention * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
+        if not (layout.flash_attention or shape.kv_lora_rank):
+            width += 2.0 * (query - key)  # written out, each query head has its own copy of its keys and values
         if shape.qk_norm_per_head or shape.qk_norm_whole:
-            width += (query + key) * (2.0 if self.is_frozen else 3.0)
+            width += (query + key) * self._score_norm_bytes / self.element
         statistics = 4.0 * shape.heads
         scores = 0.0
         if not layout.flash_attention:
             scores = self._score_bytes * shape.heads * layout.sequence_length
         masks = self.hidden * shape.dropout
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
+
+    @property
+    def _score_norm_bytes(self) -> int:
+        """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to."""
+        if self.is_frozen:
+            return 4
+        return 4 + (4 if self.shape.norm == "rms_fp32" else self.element)
 
     @property
     def _score_bytes(self) -> float:
@@ -279,7 +313,10 @@ class TrainerLayers:
     @cached_property
     def attention_half_bytes(self) -> float:
         """A layer but for its feed-forward block, both norms included."""
-        return self.attention_norm_bytes + self.norm_input_bytes + self.mlp_norm_output_bytes + self.attention_bytes
+        norms = (
+            self.attention_norm_bytes + self.norm_input_bytes + self.mlp_norm_output_bytes + self._outputs_norms_bytes
+        )
+        return norms + self.attention_bytes
 
     @property
     def whole_routed_bytes(self) -> float:
@@ -313,6 +350,8 @@ class TrainerLayers:
         # A kernel that drops scores is run again, with the same numbers: its result isn't kept.
         is_kept = not (shape.attention_dropout and layout.flash_attention)
         split = qkv + shape.value_dim * is_kept + width * (2 if shape.gated_mlp else 1)
+        if not layout.flash_attention:
+            split += shape.heads * layout.sequence_length  # scores are a product's result too
         each = self.tokens / layout.tensor
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
         return each * (self.element * split + 4 * shape.heads * is_kept) + self.whole_hidden_bytes * (width > 0)
@@ -322,10 +361,8 @@ class TrainerLayers:
     @cached_property
     def final_norm_bytes(self) -> float:
         """The last norm, over all of a rank's tokens: tensor parallelism has gathered them."""
-        input_bytes = 4 if self.shape.norm == "rms" else self.residual_element
-        normalized = self.residual_element if self.shape.norm == "rms" and not self.is_frozen else 0
         output = 0 if self.is_frozen and not self._adapts(HEADS) else self.residual_element
-        return self.hidden * (max(input_bytes, self.residual_element) + normalized + output)
+        return self.hidden * (self._norm_input_element + self._normalized_element + output)
 
     @cached_property
     def head_weight(self) -> float:
@@ -339,7 +376,9 @@ class TrainerLayers:
     @property
     def loss_is_in_head(self) -> bool:
         """The trainer's rule (`losses/head.py`): by chunks, or by one where ranks share the vocabulary; not of a head
-        with an adapter."""
+        with an adapter, nor of logits that are more than what it gives."""
+        if self.shape.logits != "plain":
+            return False
         chunk = self.layout.loss_chunk_tokens
         return chunk is not None and not self._adapts(HEADS) and (self._head_split > 1 or self.tokens > chunk)
 
@@ -350,7 +389,7 @@ class TrainerLayers:
         if not self.loss_is_in_head:
             # Logits, their log-softmax, and two gradients in float32; the logits themselves are let go where they are.
             wide = max(4, self.element)
-            is_kept = self.element < wide or self.layout.pipeline > 1
+            is_kept = self.shape.logits == "capped" or self.layout.pipeline > 1
             if self.element < wide and self.tokens > LOSS_PART_TOKENS:
                 return self._parts_of_logits_bytes(LOSS_PART_TOKENS / self.tokens)
             return self.tokens * self.shape.vocab * (3 * wide + self.element * is_kept)
@@ -363,7 +402,8 @@ class TrainerLayers:
         """Whole logits of 16 bits, whose loss is made of one such part at a time: the last part's, beside the others'
         gradients; or the gradients of all, and put together, as an adapted head's own logits in the forward pass."""
         last = 12 * part + self.element * (1 - part)
-        return self.tokens * self.shape.vocab * (self.element + max(last, 2 * self.element))
+        is_capped = self.shape.logits == "capped"
+        return self.tokens * self.shape.vocab * (self.element * (1 + is_capped) + max(last, 2 * self.element))
 
     def _head_gradient_bytes(self, *, is_one: bool) -> float:
         """The head's gradient, summed over chunks in float32, and the next one to be added."""

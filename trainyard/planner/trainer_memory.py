@@ -116,7 +116,9 @@ class _Step:
         """The last micro-batch in flight has just gone through the head."""
         layers = self._layers
         held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes + self._made_apart()
-        return Moment(held, layers.loss_bytes, self._weights(self._last_gathered()) + self._received())
+        # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
+        gathered = self._last_gathered() if layers.loss_is_in_head else 0.0
+        return Moment(held, layers.loss_bytes, self._weights(gathered) + self._received())
 
     def _in_forward(self) -> Iterator[Moment]:
         """Of adapters, whose backward pass makes next to no gradients: a layer while the next one is gathered as well,
@@ -163,7 +165,7 @@ class _Step:
         kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes
         kept = max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
         # A layer that is computed again has its input beside the float32 copy that an RMS norm makes of it.
-        has_copy = self._shape.norm == "rms" and layers.residual_element < 4
+        has_copy = self._shape.norm != "layer" and layers.residual_element < 4
         return kept + layers.input_bytes * (has_copy and self._layout.recompute != "none")
 
     def _above(self) -> float:
@@ -284,7 +286,7 @@ class _Step:
         return 3 if self._shape.gated_mlp or self._shape.activation_tensors > 1 else 2
 
     def _norm_bytes(self) -> float:
-        return NORM_BACKWARD_BYTES if self._shape.norm == "rms" else 2 * self._layers.residual_element
+        return 2 * self._layers.residual_element if self._shape.norm == "layer" else NORM_BACKWARD_BYTES
 
     def _mlp_weights(self) -> float:
         """Of a layer's parameters, those of its feed-forward block."""

@@ -1,0 +1,392 @@
+"""Readers of families whose every layer has an ordinary feed-forward block, beside the ones in `families`: a
+configuration to a `ModelShape` each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.shapes import ModelShape
+
+LLAMA_LIKE: Mapping[str, int] = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
+
+
+def _four_biases(config: Config, default: bool = False) -> dict[str, Any]:
+    """Of families whose attention_bias speaks of all four projections."""
+    bias = bool(config.get("attention_bias", default))
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def _windows(config: Config, layers: int, *, window: int, every: int) -> dict[str, Any]:
+    """Which layers see a window: as listed, else all but each `every`-th; 0: all of them."""
+    stated = config.get("sliding_window", window)
+    span = 0 if stated is None else number({"sliding_window": stated}, None, "sliding_window")
+    kinds = listed(config, "layer_types")
+    if kinds is None:
+        windowed = layers - (layers // every if every else 0)
+    elif len(kinds) != layers:
+        raise InputError(f"model.config.layer_types: must name a type for each of {layers} layers (given: {kinds!r})")
+    else:
+        windowed = kinds.count("sliding_attention")
+    if not span or not windowed:
+        return {}
+    return {"attention_window": span, "windowed_layers": windowed}
+
+
+def _gemma3(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 26,
+        "intermediate_size": 9216,
+        "vocab_size": 262208,
+        "head_dim": 256,
+    }
+    if config.get("attn_logit_softcapping") is not None:
+        raise NotCoveredError("model.config: a gemma3_text with attn_logit_softcapping is not covered")
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
+    every = number(config, 6, "sliding_window_pattern")
+    return ModelShape(
+        **sizes,
+        **_four_biases(config),
+        norm="rms_fp32",
+        norms_per_layer=4,
+        qk_norm_per_head=True,
+        logits="plain" if config.get("final_logit_softcapping") is None else "capped",
+        **_windows(config, sizes["layers"], window=4096, every=every),
+    )
+
+
+def _olmo(config: Config) -> ModelShape:
+    """Its norms have no weights."""
+    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
+    return ModelShape(**sizes, **_four_biases(config), norm="layer_fp32")
+
+
+def _olmo2(config: Config) -> ModelShape:
+    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
+    return ModelShape(**sizes, **_four_biases(config), norm="rms_fp32", qk_norm_whole=True, norms_after=True)
+
+
+def _olmo3(config: Config) -> ModelShape:
+    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
+    windows = _windows(config, sizes["layers"], window=4096, every=4)
+    return replace(_olmo2(config), **windows)
+
+
+def _smollm3(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 36,
+        "intermediate_size": 11008,
+        "vocab_size": 128256,
+    }
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
+    return ModelShape(**sizes, **_four_biases(config), mlp_bias=bool(config.get("mlp_bias", False)))
+
+
+def _granite(config: Config) -> ModelShape:
+    sizes = common_sizes(config, LLAMA_LIKE)
+    mlp_bias = bool(config.get("mlp_bias", False))
+    return ModelShape(**sizes, **_four_biases(config), mlp_bias=mlp_bias, logits="scaled")
+
+
+GLM_DEFAULTS: Mapping[str, int] = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 40,
+    "intermediate_size": 13696,
+    "vocab_size": 151552,
+    "head_dim": 128,
+}
+
+
+def _glm(config: Config) -> ModelShape:
+    """GLM-4 as published in 2024 (`glm`) and with two more norms (`glm4`); its output projection has no bias."""
+    return ModelShape(
+        **common_sizes(config, GLM_DEFAULTS),
+        qkv_bias=bool(config.get("attention_bias", True)),
+        norms_per_layer=4 if config.get("model_type") == "glm4" else 2,
+        copies_attention=True,
+    )
+
+
+COHERE_DEFAULTS: Mapping[str, int] = {
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "intermediate_size": 22528,
+    "vocab_size": 256000,
+}
+
+
+def _cohere(config: Config) -> ModelShape:
+    """Command R: attention and feed-forward block read one norm, which has no bias."""
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, COHERE_DEFAULTS)
+    if config.get("use_qk_norm", False):
+        raise NotCoveredError("model.config: a cohere with use_qk_norm is not covered: its norms differ head by head")
+    return ModelShape(
+        **sizes,
+        **_four_biases(config),
+        norm="layer_written_out",
+        norms_per_layer=1,
+        parallel_residual=True,
+        logits="scaled",
+    )
+
+
+def _cohere2(config: Config) -> ModelShape:
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, COHERE_DEFAULTS)
+    every = number(config, 4, "sliding_window_pattern", "_sliding_window_pattern")
+    return ModelShape(
+        **sizes,
+        **_four_biases(config),
+        norm="layer_written_out",
+        norms_per_layer=1,
+        parallel_residual=True,
+        logits="scaled",
+        **_windows(config, sizes["layers"], window=4096, every=every),
+    )
+
+
+def _phi(config: Config) -> ModelShape:
+    if config.get("qk_layernorm", False):
+        raise NotCoveredError("model.config: a phi with qk_layernorm is not covered")
+    defaults = {**LLAMA_LIKE, "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 8192}
+    return ModelShape(
+        **common_sizes(config, {**defaults, "vocab_size": 51200}),
+        gated_mlp=False,
+        copies_attention=True,
+        norm="layer",
+        norms_per_layer=1,
+        parallel_residual=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        activation_tensors=written_out(config.get("hidden_act", "gelu_new")),
+    )
+
+
+def written_out(activation: Any) -> int:
+    """What an activation function keeps of its input's size: `gelu_new` is written out in transformers (its input, its
+    half, the tanh, and one more than it)."""
+    return 4 if str(activation) == "gelu_new" else 1
+
+
+def _starcoder2(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 3072,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "intermediate_size": 12288,
+        "vocab_size": 49152,
+    }
+    bias = bool(config.get("use_bias", True))
+    return ModelShape(
+        **common_sizes({"tie_word_embeddings": True, **config}, defaults),
+        gated_mlp=False,
+        norm="layer",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        dropout=bool(config.get("residual_dropout", 0.0)),
+        activation_tensors=written_out(config.get("hidden_act", "gelu_pytorch_tanh")),
+    )
+
+
+def _stablelm(config: Config) -> ModelShape:
+    if config.get("qk_layernorm", False):
+        raise NotCoveredError("model.config: a stablelm with qk_layernorm is not covered: its norms differ by head")
+    is_parallel = bool(config.get("use_parallel_residual", False))
+    defaults = {**LLAMA_LIKE, "hidden_size": 2560, "intermediate_size": 6912, "vocab_size": 50304}
+    return ModelShape(
+        **common_sizes(config, defaults),
+        copies_attention=True,
+        norm="layer",
+        norms_per_layer=1 if is_parallel else 2,
+        parallel_residual=is_parallel,
+        qkv_bias=bool(config.get("use_qkv_bias", False)),
+    )
+
+
+def _seed_oss(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 4096,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 64,
+        "intermediate_size": 27648,
+        "vocab_size": 155136,
+        "head_dim": 128,
+    }
+    return ModelShape(
+        **common_sizes(config, defaults),
+        qkv_bias=bool(config.get("attention_bias", True)),
+        output_bias=bool(config.get("attention_out_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        dropout=bool(config.get("residual_dropout", 0.1)),
+    )
+
+
+def _exaone4(config: Config) -> ModelShape:
+    defaults = {**LLAMA_LIKE, "intermediate_size": 16384, "vocab_size": 102400}
+    sizes = common_sizes(config, defaults)
+    every = number(config, 4, "sliding_window_pattern") if config.get("sliding_window", 4096) is not None else 0
+    windows = _windows(config, sizes["layers"], window=4096, every=every)
+    return ModelShape(**sizes, qk_norm_per_head=True, norms_after=True, **windows)
+
+
+def _ernie4_5(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 18,
+        "intermediate_size": 3072,
+        "vocab_size": 103424,
+        "head_dim": 128,
+    }
+    bias = bool(config.get("use_bias", False))
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
+    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
+
+
+def _arcee(config: Config) -> ModelShape:
+    defaults = {**LLAMA_LIKE, "hidden_size": 2560, "intermediate_size": 18432}
+    return ModelShape(
+        **common_sizes(config, defaults),
+        **_four_biases(config),
+        gated_mlp=False,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        activation_tensors=written_out(config.get("hidden_act", "relu2")),
+    )
+
+
+def _nemotron(config: Config) -> ModelShape:
+    """Nemotron-4 and Minitron; transformers has no default of its key and value heads that it could use."""
+    defaults = {
+        "hidden_size": 6144,
+        "num_attention_heads": 48,
+        "num_hidden_layers": 32,
+        "intermediate_size": 24576,
+        "vocab_size": 256000,
+    }
+    sizes = common_sizes(config, defaults)
+    if config.get("num_key_value_heads") is None:
+        raise InputError("model.config: num_key_value_heads is missing")
+    return ModelShape(
+        **sizes,
+        **_four_biases(config),
+        gated_mlp=False,
+        copies_attention=True,
+        norm="layer",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        activation_tensors=written_out(config.get("hidden_act", "relu2")),
+    )
+
+
+def _helium(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 2560,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "num_hidden_layers": 24,
+        "intermediate_size": 7040,
+        "vocab_size": 48000,
+        "head_dim": 128,
+    }
+    sizes = common_sizes(config, defaults)
+    if sizes["heads"] * sizes["head_dim"] != sizes["hidden"]:
+        raise InputError(
+            "model.config.head_dim: a helium's heads must be as wide together as hidden_size, "
+            f"{sizes['hidden']} (given: {sizes['heads']} of {sizes['head_dim']})"
+        )
+    return ModelShape(
+        **sizes,
+        norm="rms_fp32",
+        qkv_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+def _ministral(config: Config) -> ModelShape:
+    """`ministral` sees a window in every layer, `ministral3` everything in all."""
+    is_third = config.get("model_type") == "ministral3"
+    defaults = {**LLAMA_LIKE, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128}
+    if is_third:
+        defaults |= {"num_hidden_layers": 34, "vocab_size": 131072}
+    sizes = common_sizes(config, defaults)
+    return ModelShape(**sizes, **({} if is_third else _windows(config, sizes["layers"], window=4096, every=0)))
+
+
+def _hunyuan_dense(config: Config) -> ModelShape:
+    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 290943})
+    sizes["head_dim"] = number(config, None, "head_dim")  # transformers has no default that it could use
+    return ModelShape(**sizes, **_four_biases(config), qk_norm_per_head=True)
+
+
+def _gpt_bigcode(config: Config) -> ModelShape:
+    """SantaCoder and StarCoder: one head of keys and values for all queries."""
+    hidden = number(config, 768, "n_embd", "hidden_size")
+    heads = number(config, 12, "n_head", "num_attention_heads")
+    inner = config.get("n_inner")
+    return ModelShape(
+        layers=number(config, 12, "n_layer", "num_hidden_layers"),
+        hidden=hidden,
+        ffn=4 * hidden if inner is None else number(config, None, "n_inner"),
+        heads=heads,
+        kv_heads=1 if config.get("multi_query", True) else heads,
+        head_dim=hidden // max(heads, 1),
+        vocab=number(config, 50257, "vocab_size"),
+        gated_mlp=False,
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        norm="layer",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        learned_positions=number(config, 1024, "n_positions", "max_position_embeddings"),
+        fused_qkv=True,
+        dropout=bool(config.get("resid_pdrop", 0.1)),
+        activation_tensors=written_out(config.get("activation_function", "gelu_pytorch_tanh")),
+    )
+
+
+DENSE_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
+    "arcee": _arcee,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
+    "gemma3_text": _gemma3,
+    "glm": _glm,
+    "glm4": _glm,
+    "gpt_bigcode": _gpt_bigcode,
+    "granite": _granite,
+    "helium": _helium,
+    "hunyuan_v1_dense": _hunyuan_dense,
+    "ministral": _ministral,
+    "ministral3": _ministral,
+    "nemotron": _nemotron,
+    "olmo": _olmo,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "phi": _phi,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
+}
+"""model_type to reader."""
