@@ -145,6 +145,9 @@ def test_a_job_that_stands_still_tells_how_old_its_checkpoint_grows(
     assert 1100.0 < first < second
     shown = read((tmp_path / PROMETHEUS_FILE).read_text())
     assert shown["trainyard_checkpoint_age_seconds"] >= second and shown["trainyard_goodput"] == 0.9
+    exposition.end_events()
+    again = read((tmp_path / PROMETHEUS_FILE).read_text())["trainyard_checkpoint_age_seconds"]
+    assert again >= second, "an event that ends makes it no younger"
     exposition.publish({"step": 51, LIVE: {"checkpoint_age_seconds": 3.0}})
     exposition.close()
     assert read((tmp_path / PROMETHEUS_FILE).read_text())["trainyard_checkpoint_age_seconds"] == 3.0

@@ -118,7 +118,7 @@ def test_zero_says_that_decay_pulls_on_weights_without_a_gradient(stage: int, we
     if weight_decay:
         told = r"warning: zero\d: no gradient reached (\d+) of \d+ weights .*encoder_attn\.k_proj\.weight, \.\.\.\)"
         (count,) = re.findall(told, said)
-        assert int(count) == 2 * 10, "four matrices with their biases, and a norm's two, in each of two layers"
+        assert int(count) == 2 * 4, "four matrices in each of two layers: on their biases and norms nothing pulls"
     else:
         assert "no gradient reached" not in said
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 from trainer.rendezvous import arrive, open_store
 from trainer.runtime import Runtime
@@ -56,6 +57,20 @@ def test_the_first_rank_keeps_the_store_until_all_that_fail_have_asked() -> None
         assert not first.done()
         assert not ranks[1].is_first_to_say("what all fail of"), "the others wait for nobody"
         assert first.result(timeout=300)
+
+
+def test_who_knows_that_another_said_it_says_it_no_more_though_the_store_goes_away() -> None:
+    class Parting(HashStore):
+        def add(self, key: str, amount: int) -> int:
+            if key == "asked":
+                raise dist.DistNetworkError("connection was closed")
+            return int(super().add(key, amount))
+
+    store = Parting()
+    ranks = [
+        Runtime(rank, 2, rank, torch.device("cpu"), cast(Any, SimpleNamespace()), store=store) for rank in range(2)
+    ]
+    assert [rank.is_first_to_say("what all fail of") for rank in ranks] == [True, False]
 
 
 def test_a_first_host_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ from trainer.checkpoint.restore import OpenStep
 from trainer.export_layouts import adapter_groups, model_groups, write_adapter_config
 from trainer.export_merged import merged_groups
 from trainer.export_weights import Described, Group, keep, write_shards
+from trainer.optimizers.router_bias import BUFFER as ROUTER_BIAS
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.spec.job import AdapterSpec
 
@@ -337,8 +338,9 @@ def _in_type(groups: Sequence[Group], dtype: torch.dtype, kept: Sequence[str]) -
 
 def _kept_in_float32(config: dict[str, Any], class_name: str | None) -> list[str]:
     """Parts of names of what transformers holds in float32 whatever a model's type is, as it would round it no more:
-    DeepSeek-V3's router bias, whose small differences decide which experts a token goes to."""
-    return list(getattr(_outline(config, class_name), "_keep_in_fp32_modules_strict", None) or ())
+    DeepSeek-V3's router bias, whose small differences decide which experts a token goes to. That of every family:
+    of MiniMax-M2's it holds none."""
+    return [ROUTER_BIAS, *(getattr(_outline(config, class_name), "_keep_in_fp32_modules_strict", None) or ())]
 
 
 def _set_type(path: Path, groups: Sequence[Group]) -> None:

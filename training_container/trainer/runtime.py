@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -55,10 +55,11 @@ class Runtime:
         key = hashlib.sha256(f"{socket.gethostname()} {words}".encode(errors="backslashreplace")).hexdigest()
         try:
             is_first = int(self.store.add(f"said/{key}", 1)) == 1
-            self._wait_for_who_asks(self.store)
-            return is_first
         except dist.DistError:
             return True
+        with suppress(dist.DistError):
+            self._wait_for_who_asks(self.store)
+        return is_first
 
     def _wait_for_who_asks(self, store: Store) -> None:
         """The first rank has the store in its process: gone before the others have asked, each would print torch's own

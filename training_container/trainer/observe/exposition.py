@@ -67,7 +67,8 @@ class Exposition:
         self._closed = threading.Event()
         self._text = ""
         self._server = None if port is None else _serve(port, lambda: self._text)
-        threading.Thread(target=self._grow_old, name="meters-age", daemon=True).start()
+        self._aging = threading.Thread(target=self._grow_old, name="meters-age", daemon=True)
+        self._aging.start()
 
     def publish(self, row: Mapping[str, Any]) -> None:
         """Takes a step's row over, with `live` beside its own keys."""
@@ -112,16 +113,19 @@ class Exposition:
         is told on. One that was committed since the last step counts from the next."""
         while not self._closed.wait(AGE_SECONDS):
             with self._lock:
-                age, silent = self._values.get(_AGE), time.monotonic() - self._told_at
-                if age is None or silent < AGE_SECONDS:
+                now = self._aged()
+                if self._closed.is_set() or now.get(_AGE) == self._values.get(_AGE):
                     continue
-                older = {**self._values, _AGE: age + silent}
-                self._text = prometheus_text(older, self._labels)
-                self._write_text()
+                self._write()
             period = _period_of(time.time())
             if self._embeds_metrics and period not in (self._aged_period, self._embedded_period):
                 self._aged_period = period
-                say(embedded({_AGE: age + silent}, self._labels, at_milliseconds=int(1000 * time.time())))
+                say(embedded({_AGE: now[_AGE]}, self._labels, at_milliseconds=int(1000 * time.time())))
+
+    def _aged(self) -> dict[Meter, float]:
+        """What holds now, some time after the last row."""
+        age, silent = self._values.get(_AGE), time.monotonic() - self._told_at
+        return self._values if age is None or silent < AGE_SECONDS else {**self._values, _AGE: age + silent}
 
     def _end_old(self) -> None:
         with self._lock:
@@ -146,18 +150,13 @@ class Exposition:
             self._write()
 
     def _write(self) -> None:
-        self._text = prometheus_text(self._values, self._labels)
-        self._write_text()
-
-    def _write_text(self) -> None:
+        self._text = prometheus_text(self._aged(), self._labels)
         self._written_at = time.monotonic()
         partial = self._path.with_name(self._path.name + ".partial")
         try:
             partial.write_text(self._text, encoding="utf-8")
             partial.replace(self._path)
-        except (
-            OSError
-        ) as error:  # meters must not end a job; that a disk is full, a checkpoint will say with more force
+        except OSError as error:  # meters must not end a job; that a disk is full, a save will say with more force
             if not self._has_complained:
                 say(f"meters: {self._path} can't be written: {error.strerror}")
             self._has_complained = True
@@ -165,6 +164,7 @@ class Exposition:
     def close(self) -> None:
         """The last values, but for events, then nothing more."""
         self._closed.set()
+        self._aging.join()
         with self._lock:
             if self._end is not None:
                 self._end.cancel()

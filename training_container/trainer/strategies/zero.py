@@ -22,7 +22,14 @@ from trainer.losses.head import choices_of, plan_loss
 from trainer.losses.head import install as install_loss_head
 from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill, fill_parameters, source_of
-from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
+from trainer.optimizers.build import (
+    build_adamw,
+    clip_factor,
+    global_grad_norm,
+    is_matrix,
+    local_gradients,
+    set_learning_rate,
+)
 from trainer.optimizers.loss_scaling import deepspeed_scaler_state, restore_deepspeed_scaler
 from trainer.optimizers.router_bias import RouterBias
 from trainer.runtime import Runtime
@@ -110,12 +117,14 @@ class ZeroStrategy(Strategy):
         return watch
 
     def _tell_of_unreached(self) -> None:
-        """Says once, after the first step, what differs from one process: with DeepSpeed all weights have a gradient,
+        """Says once, of the first step, what differs from one process: with DeepSpeed all weights have a gradient,
         zero where none came, and AdamW's decay pulls on them all the same; torch leaves out what has none."""
         if self._reached is None:
             return
         reached, self._reached = self._reached, None
-        names = [name for name, watch in zip(self._shapes, self._watches, strict=True) if watch is not None]
+        watched = zip(self._shapes.items(), self._watches, strict=True)
+        whole = {name: torch.empty(shape, device="meta") for (name, shape), watch in watched if watch is not None}
+        names = [name for name, weight in whole.items() if is_matrix(name, weight)]  # others have no decay
         for watch in self._watches:
             if watch is not None:
                 watch.remove()
@@ -125,10 +134,11 @@ class ZeroStrategy(Strategy):
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         unreached = [name for name, value in zip(names, found.tolist(), strict=True) if not value]
         if unreached and self.data_parallel_rank == 0 and self._job.spec.training.optimizer.weight_decay:
+            others = ", ..." if len(unreached) > 1 else ""
             say(
                 f"warning: {self.name}: no gradient reached {len(unreached)} of {len(names)} weights in the first step"
-                f" ({unreached[0]}, ...): training.optimizer.weight_decay shrinks them all the same, as it would not in"
-                " one process or with engine: torch; set it to 0 where they matter to you"
+                f" ({unreached[0]}{others}): training.optimizer.weight_decay shrinks them all the same, as it would not"
+                " in one process or with engine: torch; set it to 0 where they matter to you"
             )
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
