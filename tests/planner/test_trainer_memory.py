@@ -17,6 +17,7 @@ from trainyard.planner.memory import _engine_buffers, lora_params, memory, rank_
 from trainyard.planner.reading import layout_of
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, stage_params, stages
+from trainyard.planner.trainer_layers import TrainerLayers
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
 Place = Literal["none", "cpu", "nvme"]
@@ -267,3 +268,18 @@ def test_a_checkpoint_holds_the_adapters_that_memory_has(job: Callable[..., JobS
     layout = Layout(library="trainyard", method="lora", lora_rank=64, lora_targets=targets)
     kept = lora_params(shape_of_known("llama-3.1-8b"), layout, Stage(32, True, True, 1))
     assert formulas_of(job(model={"adapter": adapter})).saved.params == kept == 167_772_160
+
+
+def test_the_chunked_loss_of_fp16_makes_its_gradients_in_fp32() -> None:
+    """Its scale is not known before the backward pass; of more than one chunk the sum is in fp32 in bf16 too."""
+    tokens, weight = 4096, SHAPE.vocab * SHAPE.hidden
+    layout = Layout(
+        library="trainyard", precision="bf16", sequence_length=tokens, tensor=1, zero_stage=3, shard_degree=8
+    )
+    bf16, fp16 = (
+        TrainerLayers(SHAPE, dataclasses.replace(layout, loss_chunk_tokens=1024, precision=precision))
+        for precision in ("bf16", "fp16")
+    )
+    assert fp16.loss_is_in_head
+    assert fp16.loss_bytes - bf16.loss_bytes == 2 * weight + 2 * tokens * SHAPE.hidden
+    assert fp16._head_gradient_bytes(is_one=True) - bf16._head_gradient_bytes(is_one=True) == 4 * weight

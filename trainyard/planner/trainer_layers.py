@@ -396,7 +396,14 @@ class TrainerLayers:
         chunk = min(float(self.layout.loss_chunk_tokens or 0), self.tokens)
         is_one = self.tokens <= (self.layout.loss_chunk_tokens or 0)
         logits = chunk * entries * (4 + (self.element if self.element < 4 else 0))
-        return logits + self.hidden * self.residual_element + self._head_gradient_bytes(is_one=is_one)
+        hidden = self.hidden * (4 if self._sums_in_fp32 else self.residual_element)
+        return logits + hidden + self._head_gradient_bytes(is_one=is_one)
+
+    @property
+    def _sums_in_fp32(self) -> bool:
+        """In fp16 the loss's gradients are products in fp32, until its scale is known. (A dry run has more: it goes the
+        CPU's way, where such a product wants both factors in fp32.)"""
+        return self.layout.precision == "fp16"
 
     def _parts_of_logits_bytes(self, part: float) -> float:
         """Whole logits of 16 bits, whose loss is made of one such part at a time: the last part's, beside the others'
@@ -410,8 +417,9 @@ class TrainerLayers:
         if self.is_frozen:
             return 0.0
         if is_one:
-            return self.head_weight * self.element
-        return self.head_weight * (4 + (self.element if self.element < 4 else 0))
+            return self.head_weight * (self.element + 4 * self._sums_in_fp32)
+        added = 4 if self._sums_in_fp32 else self.element if self.element < 4 else 0
+        return self.head_weight * (4 + added)
 
     def _adapts(self, names: frozenset[str]) -> bool:
         return self.is_frozen and not names.isdisjoint(self.layout.lora_targets)
