@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainyard.errors import InputError
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.dense_families import DENSE_READERS
-from trainyard.planner.families import shape_from_config
+from trainyard.planner.families import shape_from_config, shape_of_known
+from trainyard.planner.known_models import KNOWN_CONFIGS
 
 NARROW = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 NARROW |= {"vocab_size": 500, "pad_token_id": 0, "num_hidden_layers": 5}
@@ -103,20 +104,19 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type: str) 
     assert shape.attention_window == (real.sliding_window if shape.windowed_layers else 0)
 
 
-PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "OLMo-2-7B": ({"model_type": "olmo2", "vocab_size": 100352, "num_hidden_layers": 32}, 7_298_617_344),
-    "SmolLM3-3B": ({"model_type": "smollm3"}, 3_075_098_624),
-    "GLM-4-9B": ({"model_type": "glm4", "num_key_value_heads": 2}, 9_400_279_040),
-    "starcoder2-3b": ({"model_type": "starcoder2"}, 3_030_371_328),
-    "phi-1_5": ({"model_type": "phi"}, 1_418_270_720),
+PUBLISHED = {
+    **{"gemma-3-270m": 268_098_176, "gemma-3-1b": 999_885_952, "olmo-2-7b": 7_298_617_344},
+    **{"olmo-2-13b": 13_716_198_400, "smollm3-3b": 3_075_098_624, "granite-3.1-2b": 2_533_531_648},
+    **{"granite-3.1-8b": 8_170_848_256, "command-r7b": 8_028_033_024, "starcoder2-3b": 3_030_371_328},
+    **{"starcoder2-7b": 7_173_923_840, "starcoder2-15b": 15_957_889_024},
 }
-"""Sizes as published, and the parameters of their files' headers."""
+"""Parameters that the models' pages on Hugging Face show, by their files' headers."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_the_parameters_of_their_files(name: str) -> None:
-    config, parameters = PUBLISHED[name]
-    assert shape_from_config(config).params == parameters == real_parameters(config)
+def test_known_models_have_the_parameters_of_their_files(name: str) -> None:
+    shape = shape_of_known(name)
+    assert shape.params == PUBLISHED[name] == real_parameters(KNOWN_CONFIGS[name])
 
 
 def test_windows_count_by_the_layers_that_have_them() -> None:

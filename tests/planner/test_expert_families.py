@@ -14,6 +14,8 @@ from trainyard.planner.families import shape_from_config
 NARROW = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 NARROW |= {"vocab_size": 500, "pad_token_id": 0}
 
+LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20}
+
 SMALL: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 6, "head_dim": 24, "use_qk_norm": True, "first_k_dense_replace": 2},
     "glm4_moe-biased": {"n_routed_experts": 6, "attention_bias": True, "n_shared_experts": 2},
@@ -27,6 +29,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "flex_olmo": {"head_dim": 24, "tie_word_embeddings": True},
     "granitemoe": {"tie_word_embeddings": True},
     "granitemoe-biased": {"attention_bias": True, "num_local_experts": 5},
+    "granitemoeshared": {"shared_intermediate_size": 80},
+    "granitemoeshared-without": {"attention_bias": True, "tie_word_embeddings": True},
+    "glm4_moe_lite": {**LATENTS, "n_routed_experts": 6, "n_shared_experts": 2},
+    "glm4_moe_lite-direct": {**LATENTS, "n_routed_experts": 6, "q_lora_rank": None, "first_k_dense_replace": 2},
+    "glm4_moe_lite-listed": {**LATENTS, "n_routed_experts": 6, "mlp_layer_types": ["dense", "dense", "sparse"]},
     "phimoe": {},
     "phimoe-biased": {"attention_bias": True, "lm_head_bias": True, "head_dim": 24},
     "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": [2, 2, 2], "head_dim": 16},
@@ -141,6 +148,7 @@ def test_what_cannot_be_is_said_in_a_line(config: dict[str, Any], words: str) ->
     [
         {"model_type": "hunyuan_v1_moe", "num_experts": 8, "head_dim": 128, "moe_topk": [1, 2]},
         {"model_type": "ernie4_5_moe", "use_bias": True},
+        {"model_type": "glm4_moe_lite", "attention_bias": True},
     ],
 )
 def test_what_no_formula_describes_is_not_covered(config: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Readers of families with routed experts, beside the ones in `families`: a configuration to a `ModelShape` each."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trainyard.errors import InputError
@@ -169,6 +170,11 @@ def _granitemoe(config: Config) -> ModelShape:
     )
 
 
+def _granitemoeshared(config: Config) -> ModelShape:
+    """Granite's experts and one that every token passes; of width 0, as by default, it isn't made."""
+    return replace(_granitemoe(config), shared_ffn=number(config, 0, "shared_intermediate_size"))
+
+
 PHIMOE_DEFAULTS = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -219,7 +225,7 @@ def _hunyuan_v1_moe(config: Config) -> ModelShape:
 
 
 def _sparse_layers(config: Config, layers: int) -> int:
-    """Of EXAONE's layers those with experts: as listed, else all but the first few."""
+    """Of EXAONE's and GLM-4.7-Flash's layers those with experts: as listed, else all but the first few."""
     kinds = listed(config, "mlp_layer_types")
     if kinds is None:
         return max(layers - number(config, 1, "first_k_dense_replace"), 0)
@@ -242,6 +248,42 @@ def _exaone_moe(config: Config) -> ModelShape:
         moe_ffn=expert,
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
         dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"]),
+        wide_router=True,
+    )
+
+
+GLM4_MOE_LITE_DEFAULTS = {
+    "hidden_size": 2048,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 47,
+    "intermediate_size": 10240,
+    "vocab_size": 154880,
+}
+
+
+def _glm4_moe_lite(config: Config) -> ModelShape:
+    """GLM-4.7-Flash: DeepSeek-V3's latent attention and experts, in GLM's sizes.
+
+    Where no layers are listed transformers makes the first one dense, whatever first_k_dense_replace says.
+    """
+    if config.get("attention_bias", False):
+        raise NotCoveredError("model.config: a glm4_moe_lite with attention_bias is not covered: latents have no bias")
+    sizes = common_sizes({**config, "num_key_value_heads": None}, GLM4_MOE_LITE_DEFAULTS)
+    expert = number(config, 1536, "moe_intermediate_size")
+    key, value = number(config, 192, "qk_nope_head_dim"), number(config, 256, "v_head_dim")
+    if value < 1:
+        raise InputError(f"model.config.v_head_dim: must be at least 1 (given: {value})")
+    return ModelShape(
+        **{**sizes, "head_dim": key},
+        value_head_dim=0 if value == key else value,
+        experts=number(config, 64, "n_routed_experts", "num_local_experts"),
+        experts_per_token=number(config, 4, "num_experts_per_tok"),
+        moe_ffn=expert,
+        shared_ffn=expert * number(config, 1, "n_shared_experts"),
+        dense_layers=sizes["layers"] - _sparse_layers({**config, "first_k_dense_replace": 1}, sizes["layers"]),
+        q_lora_rank=0 if config.get("q_lora_rank", 768) is None else number(config, 768, "q_lora_rank"),
+        kv_lora_rank=number(config, 512, "kv_lora_rank"),
+        rope_dim=number(config, 64, "qk_rope_head_dim"),
         wide_router=True,
     )
 
@@ -286,7 +328,9 @@ EXPERT_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
     "exaone_moe": _exaone_moe,
     "flex_olmo": _flex_olmo,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoeshared,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
