@@ -1,6 +1,7 @@
 """The plan: exact arithmetic, one chosen configuration, words for the others, honest gaps."""
 
 import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -236,3 +237,24 @@ def test_what_the_plan_does_not_know_of_deepspeed_is_told(job: MakeJob) -> None:
     assert told(deepspeed=own) == [
         "parallelism.deepspeed: not in memory or time: zero_optimization.contiguous_gradients, wall_clock_breakdown"
     ]
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *({"model_persistence_threshold": value} for value in (math.inf, math.nan, -2_000_000_000, "5000", None)),
+        {"sub_group_size": -1},
+        {"stage3_max_reuse_distance": -math.inf},
+        {"reduce_scatter": 0},
+    ],
+)
+def test_a_value_of_deepspeeds_that_is_no_number_of_elements_changes_nothing_and_is_told(
+    job: MakeJob, stated: dict[str, object]
+) -> None:
+    """An infinite one was a traceback, and a negative one made memory of less than nothing."""
+    split = {"engine": "deepspeed", "zero_stage": 3, "data_replicate": 128}
+    plain = plan(job(parallelism=split))
+    found = plan(job(parallelism=split | {"deepspeed": {"zero_optimization": stated}}))
+    assert found.chosen.memory == plain.chosen.memory
+    (name,) = stated
+    assert f"parallelism.deepspeed: not in memory or time: zero_optimization.{name}" in found.notes

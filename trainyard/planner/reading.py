@@ -260,11 +260,8 @@ def layout_of(
 _SIZES_OF_STAGE_3 = ("max_reuse_distance", "model_persistence_threshold", "sub_group_size")
 """Of zero_optimization, with `stage3_` before it or without."""
 
-_READ_KEYS = {
-    *(prefix + name for prefix in ("", "stage3_") for name in _SIZES_OF_STAGE_3),
-    "reduce_scatter",
-    "use_multi_rank_bucket_allreduce",
-}
+_READ_SIZES = {prefix + name for prefix in ("", "stage3_") for name in _SIZES_OF_STAGE_3}
+_READ_SWITCHES = {"reduce_scatter", "use_multi_rank_bucket_allreduce"}
 
 
 def zero_sizes_of(parallelism: ParallelismSpec) -> ZeroSizes:
@@ -293,13 +290,18 @@ def _sums_on_all(own: Mapping[str, Any]) -> bool | None:
 
 
 def unread_keys(parallelism: ParallelismSpec) -> list[str]:
-    """What the job states in DeepSpeed's own words and the plan doesn't read, as section.key."""
+    """What the job states in DeepSpeed's own words and the plan doesn't read, as section.key: of a key that it knows,
+    a value that it can't count with."""
     stated = [
-        f"{section}.{key}" if isinstance(content, dict) else section
+        (f"{section}.{key}", content[key]) if isinstance(content, dict) else (section, content)
         for section, content in parallelism.deepspeed.items()
         for key in (content if isinstance(content, dict) else [section])
     ]
-    return [key for key in stated if key.removeprefix("zero_optimization.") not in _READ_KEYS]
+    return [key for key, value in stated if not _reads(key.removeprefix("zero_optimization."), value)]
+
+
+def _reads(key: str, value: object) -> bool:
+    return (key in _READ_SIZES and _is_number(value)) or (key in _READ_SWITCHES and isinstance(value, bool))
 
 
 def _own_zero(parallelism: ParallelismSpec) -> dict[str, Any]:
@@ -309,7 +311,8 @@ def _own_zero(parallelism: ParallelismSpec) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Of elements: below none and without an end there are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _is_eager(job: JobSpec) -> bool:
