@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainyard.errors import InputError
+from trainyard.planner.delta_families import DELTA_READERS
 from trainyard.planner.dense_families import DENSE_READERS
 from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.planner.families import (
@@ -100,6 +101,7 @@ def test_small_models_have_the_real_number_of_parameters(name: str) -> None:
 
 def test_every_family_is_among_the_small_models() -> None:
     assert {config.get("model_type", name) for name, config in SMALL.items()} == set(FAMILIES) - {
+        *DELTA_READERS,
         *DENSE_READERS,
         *EXPERT_READERS,
     }

@@ -39,6 +39,7 @@ def layer_activation_bytes(
     spread = constants.load_spread if layout.engine == "megatron" else 0.0
     routed = _moe_bytes(shape, layout, spread) * shape.moe_layers if shape.moe_layers else 0.0
     mixer = _mamba_bytes(shape, layout) * shape.mamba_layers
+    mixer += _delta_bytes(shape, layout) * shape.delta_layers
     halves = 1 if shape.is_hybrid else 2
     # Residual dropout keeps a mask of a byte an element.
     halves += shape.cross_attention
@@ -142,6 +143,14 @@ def _mamba_bytes(shape: ModelShape, layout: Layout) -> float:
         return 0.0
     channels = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
     width = 2 * channels + 3 * shape.mamba_inner + shape.mamba_heads
+    return layout.tokens_per_micro_batch * layout.element_bytes * width / layout.tensor
+
+
+def _delta_bytes(shape: ModelShape, layout: Layout) -> float:
+    """A gated delta rule by kernels of its own (arXiv:2412.06464): what the convolution reads and gives, the gate, new
+    values, output and norm, and a state a chunk of 64 tokens."""
+    mixed = 2 * shape.delta_key_width + shape.delta_value_width
+    width = 2 * mixed + shape.delta_value_width * (4 + shape.delta_key_head_dim / 64)
     return layout.tokens_per_micro_batch * layout.element_bytes * width / layout.tensor
 
 

@@ -12,6 +12,7 @@ ATTENTION_INPUTS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv"),
         *("q_a_proj", "kv_a_proj_with_mqa"),
+        *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     }
 )
 """They read what the norm before attention gives."""
@@ -48,7 +49,24 @@ def _sizes(shape: ModelShape) -> dict[str, float]:
         mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
         found["in_proj"] = mamba * (hidden + shape.mamba_inner + mixed + shape.mamba_heads)
         found["out_proj"] = mamba * (shape.mamba_inner + hidden)
+    if shape.delta_layers:
+        found |= {name: shape.delta_layers / shape.layers * size for name, size in _delta_sizes(shape).items()}
     return found
+
+
+def _delta_sizes(shape: ModelShape) -> dict[str, float]:
+    """Qwen3-Next's delta layers have two projections in, Qwen3.5's four."""
+    hidden, keys, values, heads = (
+        shape.hidden,
+        shape.delta_key_width,
+        shape.delta_value_width,
+        shape.delta_value_heads,
+    )
+    found = {"out_proj": float(values + hidden)}
+    if shape.delta_inputs == 2:
+        return found | {"in_proj_qkvz": hidden + 2 * (keys + values), "in_proj_ba": hidden + 2 * heads}
+    found |= dict.fromkeys(("in_proj_a", "in_proj_b"), hidden + heads)
+    return found | {"in_proj_qkv": hidden + 2 * keys + values, "in_proj_z": hidden + values}
 
 
 def _attention_sizes(shape: ModelShape) -> dict[str, float]:
@@ -56,7 +74,7 @@ def _attention_sizes(shape: ModelShape) -> dict[str, float]:
     queries = shape.heads * (shape.head_dim + shape.rope_dim)
     return {
         # Queries come through a latent or they don't: no model has layers of both kinds.
-        "q_proj": 0 if shape.q_lora_rank else hidden + queries,
+        "q_proj": 0 if shape.q_lora_rank else hidden + queries * (1 + shape.attention_gate),
         **dict.fromkeys(("k_proj", "v_proj"), hidden + key),
         **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim + hidden),
         **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim + 2 * key),

@@ -55,3 +55,10 @@ def common_sizes(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
         "vocab": number(config, defaults["vocab_size"], "vocab_size"),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
+
+
+def layers_without_experts(config: Config, layers: int) -> int:
+    """Layers of a Qwen MoE model without routed experts."""
+    named = listed(config, "mlp_only_layers") or []
+    step = number(config, 1, "decoder_sparse_step")
+    return sum(index in named or step == 0 or (index + 1) % step != 0 for index in range(layers))

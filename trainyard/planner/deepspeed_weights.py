@@ -33,6 +33,13 @@ def _weights(shape: ModelShape) -> Iterator[tuple[int, int]]:
         yield expert, shape.moe_layers
         yield hidden * shape.experts, shape.moe_layers
         yield hidden * shape.shared_ffn, (inputs + 1) * shape.moe_layers
+    if shape.delta_layers:
+        keys, values, heads = shape.delta_key_width, shape.delta_value_width, shape.delta_value_heads
+        whole = shape.delta_inputs == 2
+        for width in (2 * (keys + values), 2 * heads) if whole else (2 * keys + values, values, heads, heads):
+            yield hidden * width, shape.delta_layers
+        yield hidden * values, shape.delta_layers
+        yield 4 * (2 * keys + values), shape.delta_layers
     if shape.mamba_layers:
         mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
         yield hidden * (shape.mamba_inner + mixed + shape.mamba_heads), shape.mamba_layers
@@ -51,7 +58,7 @@ def _attention(shape: ModelShape) -> Iterator[int]:
         if shape.fused_qkv:
             yield hidden * (shape.query_dim + 2 * shape.kv_dim)
             return
-        yield hidden * shape.query_dim
+        yield hidden * shape.query_dim * (1 + shape.attention_gate)
         yield hidden * shape.kv_dim
         yield hidden * shape.kv_dim
         return

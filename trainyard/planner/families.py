@@ -12,7 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard.errors import InputError
-from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.config_values import (
+    Config,
+    NotCoveredError,
+    common_sizes,
+    layers_without_experts,
+    listed,
+    number,
+)
+from trainyard.planner.delta_families import DELTA_READERS
 from trainyard.planner.dense_families import DENSE_READERS
 from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.planner.kinds import EXPERTS, is_plain
@@ -73,13 +81,6 @@ def _qwen3(config: Config) -> ModelShape:
     return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, qk_norm_per_head=True)
 
 
-def _dense_layers(config: Config, layers: int) -> int:
-    """Layers of a Qwen MoE model without routed experts."""
-    named = listed(config, "mlp_only_layers") or []
-    step = number(config, 1, "decoder_sparse_step")
-    return sum(index in named or step == 0 or (index + 1) % step != 0 for index in range(layers))
-
-
 def _qwen3_moe(config: Config) -> ModelShape:
     defaults = QWEN_DEFAULTS | {
         "hidden_size": 2048,
@@ -97,7 +98,7 @@ def _qwen3_moe(config: Config) -> ModelShape:
         experts=number(config, 128, "num_experts", "num_local_experts"),
         experts_per_token=number(config, 8, "num_experts_per_tok"),
         moe_ffn=number(config, 768, "moe_intermediate_size"),
-        dense_layers=_dense_layers(config, sizes["layers"]),
+        dense_layers=layers_without_experts(config, sizes["layers"]),
     )
 
 
@@ -119,7 +120,7 @@ def _qwen2_moe(config: Config) -> ModelShape:
         shared_ffn=number(config, 5632, "shared_expert_intermediate_size"),
         shared_gate=True,
         shared_first=True,
-        dense_layers=_dense_layers(config, sizes["layers"]),
+        dense_layers=layers_without_experts(config, sizes["layers"]),
     )
 
 
@@ -400,6 +401,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    **DELTA_READERS,
     **DENSE_READERS,
     **EXPERT_READERS,
 }

@@ -681,6 +681,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 163840,
     },
+    "qwen3-next-80b-a3b": {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512},
     "gpt-oss-120b": {
         "model_type": "gpt_oss",
         "hidden_size": 2880,

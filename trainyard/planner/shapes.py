@@ -102,6 +102,17 @@ class ModelShape:
     """Positions of a sample that those layers see."""
     cross_attention: bool = False
     """Every layer also attends to the encoder's output."""
+    delta_layers: int = 0
+    """Layers whose attention is a gated delta rule (Qwen3-Next): a state of fixed size, no scores."""
+    delta_key_heads: int = 0
+    """Of queries, and as many of keys."""
+    delta_value_heads: int = 0
+    delta_key_head_dim: int = 0
+    delta_value_head_dim: int = 0
+    delta_inputs: int = 2
+    """Products that read a delta layer's input: two (Qwen3-Next), or four (Qwen3.5) as wide together."""
+    attention_gate: bool = False
+    """Attention's result times the sigmoid of a gate, as wide as all queries and projected with them."""
     mtp_layers: int = 0
     """Layers that predict further tokens (DeepSeek-V3), each with its own pass through the head."""
     latent: int = 0
@@ -136,8 +147,8 @@ class ModelShape:
 
     @cached_property
     def num_attentions(self) -> int:
-        """Layers with attention."""
-        return self.attention_layers if self.is_hybrid else self.layers
+        """Layers with attention that has scores."""
+        return self.attention_layers if self.is_hybrid else self.layers - self.delta_layers
 
     @cached_property
     def num_mlps(self) -> int:
@@ -150,6 +161,36 @@ class ModelShape:
     def score_dim(self) -> float:
         """What a token's score row costs: the mean of all heads' query and value widths (equal but under MLA)."""
         return (self.query_dim + self.heads * self.rope_dim + self.value_dim) / 2
+
+    @cached_property
+    def delta_key_width(self) -> int:
+        """Width of a delta layer's queries, and of its keys."""
+        return self.delta_key_heads * self.delta_key_head_dim
+
+    @cached_property
+    def delta_value_width(self) -> int:
+        """Width of a delta layer's values, and of its gate."""
+        return self.delta_value_heads * self.delta_value_head_dim
+
+    @cached_property
+    def delta_projected(self) -> int:
+        """What a delta layer's input is projected to: queries, keys, values, gate, and two numbers a value head."""
+        return 2 * (self.delta_key_width + self.delta_value_width + self.delta_value_heads)
+
+    @cached_property
+    def delta_params(self) -> int:
+        """One gated delta rule (arXiv:2412.06464): projections, convolution of 4, two numbers a head, and a norm."""
+        mixed = 2 * self.delta_key_width + self.delta_value_width
+        products = self.hidden * (self.delta_projected + self.delta_value_width)
+        return products + 4 * mixed + 2 * self.delta_value_heads + self.delta_value_head_dim
+
+    @cached_property
+    def mixing_params(self) -> float:
+        """What mixes a layer's tokens, attention or a delta rule: the mean over layers that have either."""
+        if not self.delta_layers:
+            return self.attention_params
+        every = self.num_attentions * self.attention_params + self.delta_layers * self.delta_params
+        return every / self.layers
 
     @cached_property
     def mamba_inner(self) -> int:
@@ -177,8 +218,9 @@ class ModelShape:
         return self._plain_attention_params() * (2 if self.cross_attention else 1)
 
     def _plain_attention_params(self) -> int:
-        weights = self.hidden * (self.query_dim + 2 * self.kv_dim) + self.query_dim * self.hidden
-        biases = (self.query_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.output_bias
+        projected = self.query_dim * (1 + self.attention_gate) + 2 * self.kv_dim
+        weights = self.hidden * projected + self.query_dim * self.hidden
+        biases = projected * self.qkv_bias + self.hidden * self.output_bias
         norms = 2 * self.head_dim * self.qk_norm_per_head + (self.query_dim + self.kv_dim) * self.qk_norm_whole
         return weights + biases + norms + self.heads * self.attention_sinks
 
@@ -251,6 +293,7 @@ class ModelShape:
         dense_layers = self.layers - self.moe_layers
         layers = dense_layers * self.layer_params(moe=False) + self.moe_layers * self.layer_params(moe=True)
         layers += self.encoder_params + self.mtp_layers * self.mtp_params
+        layers += self.delta_layers * (self.delta_params - self.attention_params)
         return self.embedding_params + layers + self.head_params
 
     @cached_property
@@ -281,7 +324,8 @@ class ModelShape:
         """Forward and backward FLOPs per token: 6 a weight, plus attention's 12 x layers x query_dim x S.
 
         The convention of PaLM (arXiv:2204.02311, appendix B); `causal` counts half of the attention scores. Mamba's
-        scan adds 6 multiply-adds (18 with the backward pass) for each inner element and state dimension, roughly.
+        scan adds 6 multiply-adds (18 with the backward pass) for each inner element and state dimension, roughly, and
+        so do a delta rule's three products with its state.
         `is_frozen`: under an adapter weights have no gradient of their own, 4 each; scores and scans have no weights,
         and gradients pass through them whole.
         """
@@ -290,6 +334,7 @@ class ModelShape:
         encoder = self.encoder_params * (self.encoder_tokens / sequence_length - 1)
         heads = self.mtp_layers * self.vocab * self.hidden
         scan = 18.0 * self.mamba_layers * self.mamba_inner * self.mamba_state
+        scan += 18.0 * self.delta_layers * self.delta_value_width * self.delta_key_head_dim
         weights = (4.0 if is_frozen else 6.0) * (self.matmul_params + encoder + heads)
         return weights + attention * (0.5 if causal else 1.0) + scan
 

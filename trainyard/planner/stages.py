@@ -91,6 +91,7 @@ class StageParams:
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
     """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
     blocks = shape.num_attentions * shape.attention_params + shape.mamba_layers * shape.mamba_params
+    blocks += shape.delta_layers * shape.delta_params
     blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params
     norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params
     dense = blocks / shape.layers * stage.layers / layout.tensor + norms

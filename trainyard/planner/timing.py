@@ -30,6 +30,7 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
+from trainyard.planner.trainer_layers import DELTA_CHUNK, TrainerLayers
 
 PCIE_BYTES_PER_SECOND = 24e9
 """One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
@@ -493,7 +494,7 @@ class _Rank:
         # Megatron's: the core of attention, which fused kernels compute again anyway.
         return 0.1 * work.scores if self.layout.flash_attention else work.scores
 
-    def layers(self) -> list[tuple[int, _Work, float]]:
+    def layers(self) -> list[tuple[float, _Work, float]]:
         """(how many, GPU seconds, host seconds) of each kind of layer."""
         shape, constants = self.shape, self.constants
         small, large = constants.launch_seconds, constants.launch_moe_seconds * self.moe_era
@@ -501,8 +502,10 @@ class _Rank:
         if shape.cross_attention:
             attention = _sum(attention, attention)
         routed = self._routed() if shape.moe_layers else _Work(0.0, 0.0, 0.0)
+        if shape.delta_layers:
+            return self._with_delta(attention, dense, routed, small, large)
         if shape.is_hybrid:
-            found = [
+            found: list[tuple[float, _Work, float]] = [
                 (shape.mamba_layers, self._mamba(), small),
                 (shape.attention_layers, attention, small / 2),
                 (shape.moe_layers, routed, large),
@@ -513,6 +516,24 @@ class _Rank:
                 (shape.num_mlps, _sum(attention, dense), small),
                 (shape.moe_layers, _sum(attention, routed), small / 2 + large),
             ]
+        return [item for item in found if item[0]]
+
+    def _with_delta(
+        self, attention: _Work, dense: _Work, routed: _Work, small: float, large: float
+    ) -> list[tuple[float, _Work, float]]:
+        """The same where some layers have a delta rule for attention: their share of both kinds of block."""
+        shape = self.shape
+        share = shape.delta_layers / shape.layers
+        delta, beside = self._delta(), 0.0
+        if self.layout.library == "trainyard":
+            # transformers' torch code goes from chunk to chunk, all sequences of a micro-batch together: some nine
+            # kernels each, where a layer that `small` is of launches some 45.
+            beside = small * self.layout.sequence_length / DELTA_CHUNK / 5
+        found = [
+            (count * part, _sum(mixer, block), launch + more)
+            for count, block, launch in ((shape.num_mlps, dense, small), (shape.moe_layers, routed, small / 2 + large))
+            for part, mixer, more in ((1 - share, attention, 0.0), (share, delta, beside))
+        ]
         return [item for item in found if item[0]]
 
     def product(self, rows: float, columns: float, depth: float, groups: float = 1.0, *, wide: bool = False) -> float:
@@ -545,7 +566,7 @@ class _Rank:
     def _attention(self) -> _Work:
         """Projections, scores, and norm, residual and rotation around them."""
         shape, split = self.shape, self.layout.tensor
-        width = shape.query_dim + 2 * shape.kv_dim
+        width = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim
         if shape.kv_lora_rank:
             products = self._latent_products()
         else:
@@ -664,6 +685,25 @@ class _Rank:
         last = self.product(self.tokens, shape.hidden, shape.mamba_inner / split)
         around = 6 * self._stream + 12 * mixed / split
         return _Work(products + last, 0.0, self._elementwise(around), last=last)
+
+    def _delta(self) -> _Work:
+        """Projections in and out, and the delta rule between: our own trainer's as torch's code, in fp32 and bound by
+        memory (three passes over what it keeps); others' as kernels."""
+        shape, split = self.shape, self.layout.tensor
+        products = self.product(self.tokens, shape.delta_projected / split, shape.hidden)
+        last = self.product(self.tokens, shape.hidden, shape.delta_value_width / split)
+        mixed = 2 * shape.delta_key_width + shape.delta_value_width
+        around = self._elementwise(6 * self._stream + 12 * mixed / split)
+        rule, precision = 0.0, "bf16"
+        if self.layout.library == "trainyard":
+            rule = 3 * (TrainerLayers(shape, self.layout).delta_bytes / self.bytes_per_second)
+            precision = "fp32"
+        # Two products within a chunk and two solved systems, one product with new values, three with the state.
+        keys, values = shape.delta_value_heads * shape.delta_key_head_dim, shape.delta_value_width
+        flops = DELTA_CHUNK * (5 * keys + 3 * values) + 6 * values * shape.delta_key_head_dim
+        scores = flops * self.tokens / split / (0.4 * self.device.peak_tflops(precision) * 1e12)
+        unpacked = self._unpacked(shape.hidden * (shape.delta_projected + shape.delta_value_width) / split)
+        return _Work(products + last, scores, around + rule, last=last, unpacked=unpacked)
 
     def _head_seconds(self) -> float:
         """The output projection and the loss."""

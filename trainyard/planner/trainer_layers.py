@@ -24,6 +24,12 @@ from trainyard.planner.shapes import ModelShape
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
 
+DELTA_CHUNK = 64
+"""Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
+
+DELTA_HEAD_BYTES = 40
+"""Of a token and head of a delta rule's values: its rate, its decay and what they are made of, mostly in fp32."""
+
 LOSS_PART_TOKENS = 2048
 """Positions of whole logits of 16 bits whose loss the trainer makes at one time (`losses/token_loss.py`)."""
 
@@ -111,7 +117,7 @@ class TrainerLayers:
             * (self._norm_input_element + self._normalized_element)
         )
 
-    def norm_output_bytes(self, num_readers: int, *, is_read_by_adapter: bool) -> float:
+    def norm_output_bytes(self, num_readers: float, *, is_read_by_adapter: bool) -> float:
         """Normalized values, for the weight's gradient, and what the products read: each its own cast in autocast."""
         if self.is_frozen:
             return self.hidden * self.element * is_read_by_adapter
@@ -134,7 +140,7 @@ class TrainerLayers:
         experts = shape.moe_layers * shape.expert_params
         blocks = shape.num_mlps * shape.mlp_params(shape.ffn) + experts
         down = blocks / (3 if shape.gated_mlp else 2)
-        every = shape.num_attentions * shape.attention_params + blocks
+        every = shape.num_attentions * shape.attention_params + shape.delta_layers * shape.delta_params + blocks
         return of_hidden + (of_ffn - of_hidden) * down / every
 
     @property
@@ -143,7 +149,9 @@ class TrainerLayers:
         if self.layout.method != "qlora":
             return 0.0
         shape, split = self.shape, self.layout.tensor
-        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn, shape.query_dim, shape.value_dim)
+        queries = shape.query_dim * (1 + shape.attention_gate)
+        delta = shape.delta_projected * (shape.delta_layers > 0)
+        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn, queries, shape.value_dim, delta)
         return 2 * self.element * shape.hidden * widest / split
 
     @property
@@ -159,7 +167,9 @@ class TrainerLayers:
         """The norm before attention. With parallel residuals both norms read the same tensor, counted at the other; and
         where both are one, what it gives is there too, but for casts of its own."""
         own = 0.0 if self.shape.parallel_residual else self.norm_input_bytes + self._outputs_norms_bytes
-        readers = 1 if self.shape.fused_qkv else 3
+        shape = self.shape
+        scored = 1 if shape.fused_qkv else 3
+        readers = scored + (shape.delta_inputs - scored) * shape.delta_layers / shape.layers
         if self.shape.norms_per_layer == 1 and self.shape.parallel_residual and not self.is_frozen:
             return own + self.hidden * self.element * readers * self.is_autocast
         return own + self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(ATTENTION_INPUTS))
@@ -180,6 +190,50 @@ class TrainerLayers:
 
     @cached_property
     def attention_bytes(self) -> float:
+        """What mixes a layer's tokens, the mean over layers: attention, or a delta rule."""
+        shape = self.shape
+        if not shape.delta_layers:
+            return self._scored_bytes
+        return (shape.num_attentions * self._scored_bytes + shape.delta_layers * self.delta_bytes) / shape.layers
+
+    @cached_property
+    def delta_bytes(self) -> float:
+        """A gated delta rule as transformers' own torch code has it, in fp32 and chunks of 64 tokens (kernels, where
+        flash-linear-attention is installed, keep less).
+
+        Of keys' width, repeated for every value head, eight tensors: queries and keys as they came, normalized, scaled
+        and decayed, keys times their rate, and what the solved system makes of them. Of values' three: as they came,
+        new ones, and what the state corrects them to; and a state a chunk. Of a chunk's length a head five: both
+        products of a chunk, their decay, and what the decayed ones are. Then the norm and its gate, and what the
+        convolution read and gave. Autocast multiplies in its own type: what a product reads is there once more, narrow,
+        and what nothing else reads is there in that type alone.
+        """
+        shape, element = self.shape, self.element
+        keys, values = shape.delta_value_heads * shape.delta_key_head_dim, shape.delta_value_width
+        states = values * shape.delta_key_head_dim / DELTA_CHUNK
+        chunk = DELTA_CHUNK * shape.delta_value_heads
+        if self.is_autocast:
+            kept = keys * (24 + 7 * element) + values * (8 + 2 * element)
+            kept += states * (4 + 2 * element) + chunk * (8 + 3 * element)
+        else:
+            kept = 4 * (8 * keys + 3 * values + states + 5 * chunk)
+        mixed = 2 * shape.delta_key_width + values
+        # Around the norm: its input, its gate and that through its function in fp32, and what is multiplied.
+        weighted = 4 if self.is_autocast and not self.is_frozen else element
+        norm = values * (12 + weighted)
+        if not self.is_frozen:
+            norm += values * 2 * element
+        elif self._adapts(ATTENTION_OUTPUTS):
+            norm += values * element
+        return self.tokens * (kept + norm + 2 * element * mixed + DELTA_HEAD_BYTES * shape.delta_value_heads)
+
+    @property
+    def delta_excess_bytes(self) -> float:
+        """What a layer with a delta rule keeps beyond the mean of all layers."""
+        return self.delta_bytes - self.attention_bytes if self.shape.delta_layers else 0.0
+
+    @cached_property
+    def _scored_bytes(self) -> float:
         """Queries, keys, values, the output, a number a query and head, and masks of dropout."""
         shape, layout = self.shape, self.layout
         query, key = shape.query_dim, shape.kv_dim
@@ -197,6 +251,9 @@ class TrainerLayers:
         else:
             width = 2.0 * query + 2.0 * key
             width += query * shape.copies_attention * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
+        if shape.attention_gate:
+            # The sigmoid, the result that it is multiplied with, and what the output projection reads.
+            width += query * (2 if not self.is_frozen or self._adapts(ATTENTION_OUTPUTS) else 1)
         if not (layout.flash_attention or shape.kv_lora_rank):
             width += 2.0 * (query - key)  # written out, each query head has its own copy of its keys and values
         if shape.qk_norm_per_head or shape.qk_norm_whole:
@@ -349,12 +406,25 @@ class TrainerLayers:
             qkv = shape.query_dim + 2 * shape.kv_dim
         # A kernel that drops scores is run again, with the same numbers: its result isn't kept.
         is_kept = not (shape.attention_dropout and layout.flash_attention)
-        split = qkv + shape.value_dim * is_kept + width * (2 if shape.gated_mlp else 1)
+        scored = qkv + shape.query_dim * shape.attention_gate + shape.value_dim * is_kept
         if not layout.flash_attention:
-            split += shape.heads * layout.sequence_length  # scores are a product's result too
+            scored += shape.heads * layout.sequence_length  # scores are a product's result too
+        mixing = self.element * scored + 4 * shape.heads * is_kept
+        if shape.delta_layers:
+            share = shape.delta_layers / shape.layers
+            mixing = (1 - share) * mixing + share * self._selected_delta_bytes
         each = self.tokens / layout.tensor
+        block = self.element * width * (2 if shape.gated_mlp else 1)
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
-        return each * (self.element * split + 4 * shape.heads * is_kept) + self.whole_hidden_bytes * (width > 0)
+        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0)
+
+    @property
+    def _selected_delta_bytes(self) -> float:
+        """Of a token of a delta rule: what its input is projected to, and in fp32 two products within a chunk, what is
+        read of the state twice and of the chunk once, and the state itself."""
+        shape = self.shape
+        values = shape.delta_value_width * (3 + shape.delta_key_head_dim / DELTA_CHUNK)
+        return self.element * shape.delta_projected + 4 * (2 * DELTA_CHUNK * shape.delta_value_heads + values)
 
     # The ends.
 

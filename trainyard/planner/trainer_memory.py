@@ -59,9 +59,9 @@ class _Step:
         # Of a layer with experts: they, and all the rest, which are units of their own where experts are spread.
         self._experts = shape.expert_params / layout.expert_split if shape.moe_layers else 0.0
         norms = shape.norms_per_layer * shape.norm_params
-        self._rest = (shape.attention_params + shape.moe_dense_params) / layout.tensor + norms
+        self._rest = (shape.mixing_params + shape.moe_dense_params) / layout.tensor + norms
         if shape.moe_layers:
-            self._layer = (shape.attention_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
+            self._layer = (shape.mixing_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
         self._params = params.total
         self._passes = stage.layers * stage.in_flight
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
@@ -160,6 +160,21 @@ class _Step:
 
     def _others(self, number: int) -> float:
         """What layers before the `number`th keep, and what a pipeline's rank keeps of what it gave."""
+        return self._kept_below(number) + self._beyond_mean(number)
+
+    def _beyond_mean(self, number: int) -> float:
+        """What that layer and those before it keep beyond the mean of all layers, by which they are reckoned, where
+        some have a delta rule. Of layers that are computed again any may be one of them; else each n-th from the end
+        has attention (Qwen's default is each fourth, the last one of them)."""
+        shape, excess = self._shape, self._layers.delta_excess_bytes
+        if not excess or not shape.num_attentions or self._layout.recompute != "none":
+            return max(excess, 0.0)
+        every = max(shape.layers // shape.num_attentions, 1)
+        num_deltas = sum(index % every != 0 for index in range(number))
+        less = excess * shape.delta_layers / shape.num_attentions
+        return (number - num_deltas) * less - num_deltas * excess
+
+    def _kept_below(self, number: int) -> float:
         layers = self._layers
         done = min(number + 1, self._routed_layers)
         kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes

@@ -42,6 +42,10 @@ PRODUCTS: dict[str, dict[str, int]] = {
 }
 """Strategy name -> the job's parallelism section, for those that `tiny.LAYOUTS` leaves out."""
 _OTHERS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DELTA: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0},
+}
 UNTABLED: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0},
     "falcon": _OTHERS,
@@ -51,9 +55,14 @@ UNTABLED: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "opt": _OTHERS | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "phi3": _OTHERS | {"num_key_value_heads": 2, "pad_token_id": 0},
+    "qwen3_5_text": _OTHERS | {"num_key_value_heads": 2, "head_dim": 8} | _DELTA,
+    "qwen3_next": _OTHERS
+    | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+    | _DELTA,
     "stablelm": _OTHERS | {"num_key_value_heads": 2},
 }
-"""Model types that no table names: older ones, one of state spaces, one of experts."""
+"""Model types that no table names: older ones, one of state spaces, two of delta rules, two of experts."""
 METHODS = ("full", "lora", "qlora")
 FP8 = (
     "## fp8",
