@@ -212,6 +212,7 @@ class TrainerLayers:
         keys, values = shape.delta_value_heads * shape.delta_key_head_dim, shape.delta_value_width
         states = values * shape.delta_key_head_dim / DELTA_CHUNK
         chunk = DELTA_CHUNK * shape.delta_value_heads
+        kept: float
         if self.is_autocast:
             kept = keys * (24 + 7 * element) + values * (8 + 2 * element)
             kept += states * (4 + 2 * element) + chunk * (8 + 3 * element)
