@@ -154,7 +154,7 @@ def test_the_name_of_an_unknown_model_whose_widths_are_stated_is_a_label() -> No
     "model",
     [
         "meta-llama/Llama-4-Maverick-17B-128E",
-        "Qwen/Qwen3-Next-80B-A3B",
+        "Qwen/Qwen3-Next-40B-A3B",
         "state-spaces/mamba2-2.7b",
         "nvidia/Nemotron-H-8B-Base",
         "olmoe-1b-7b",
