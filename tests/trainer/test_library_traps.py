@@ -162,6 +162,14 @@ def test_torch_multiplies_no_groups_of_float64() -> None:
         torch._grouped_mm(tokens, weights, offs=torch.tensor([16], dtype=torch.int32))
 
 
+def test_torch_leaves_products_of_groups_out_of_autocast() -> None:
+    """Met by models/grouped_products.py."""
+    rows, groups, ends = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(rows, groups[0]).dtype == torch.bfloat16
+        assert torch._grouped_mm(rows, groups, offs=ends).dtype == torch.float32
+
+
 def test_transformers_has_no_pipeline_plan_for_gpt2() -> None:
     """Met by `_outline_of` of strategies/pipeline.py."""
     assert getattr(GPT2Config(), "base_model_pp_plan", None) is None

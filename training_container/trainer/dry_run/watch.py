@@ -28,9 +28,11 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, unless it is such a question."""
+        """Runs the operation, unless it is such a question; experts' products of any type."""
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _answer(args[0].dtype)
+        if func is _GROUPED:
+            return _grouped_product(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -96,11 +98,9 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
             return NotImplemented  # what it does with its local tensor comes here again
         kwargs = kwargs or {}
         if self._is_paused:
-            return func(*args, **kwargs)
+            return _grouped_product(func, args, kwargs) if func is _GROUPED else func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             result = _answer(args[0].dtype)
-        elif func is _GROUPED:
-            result = _grouped_product(func, args, kwargs)
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if not isinstance(result, int | float):

@@ -18,6 +18,7 @@ from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
 from trainer.models.configuration import configuration_in, size_of, states_positions
 from trainer.models.deferred_weights import defer, fill, outline, source_of
+from trainer.models.grouped_products import narrow_grouped_products
 from trainer.models.quantized import quantize_blocks
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
@@ -53,6 +54,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     to_trained_type(model.parameters(), job.spec.training.precision)
     if job.spec.model.adapter is not None and job.spec.model.adapter.kind == "qlora":
         quantize_blocks(model, transformer_blocks(model))
+    narrow_grouped_products()
     if job.activation_checkpointing != "none":
         _checkpoint_activations(model, job.activation_checkpointing)
     return model
