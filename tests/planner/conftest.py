@@ -38,3 +38,18 @@ def make_job() -> Callable[..., JobSpec]:
         return parse(JobSpec, content, "job")
 
     return make
+
+
+@pytest.fixture(name="real_parameters", scope="session")
+def count_real_parameters() -> Callable[[dict[str, Any]], int]:
+    """Counts the parameters of transformers' own model of a configuration, which is built without memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def count(config: dict[str, Any]) -> int:
+        rest = {key: value for key, value in config.items() if key != "model_type"}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **rest))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    return count

@@ -40,18 +40,19 @@ def common_sizes(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
     """Sizes that the Llama-like families name alike, as `ModelShape` calls them."""
     hidden = number(config, defaults["hidden_size"], "hidden_size")
     heads = number(config, defaults["num_attention_heads"], "num_attention_heads")
-    stated = "num_key_value_heads" in config and config["num_key_value_heads"] is None
-    kv_default = heads if stated else defaults.get("num_key_value_heads", heads)
     if heads < 1 or hidden < 1:
         raise InputError("model.config: hidden_size and num_attention_heads must be at least 1")
-    head_dim = number(config, defaults.get("head_dim", hidden // heads), "head_dim")
+    # A null is no default of the family's: transformers makes of it what follows from the other sizes.
+    nulls = {name for name in ("num_key_value_heads", "head_dim") if name in config and config[name] is None}
+    kv_default = heads if "num_key_value_heads" in nulls else defaults.get("num_key_value_heads", heads)
+    head_default = hidden // heads if "head_dim" in nulls else defaults.get("head_dim", hidden // heads)
     return {
         "layers": number(config, defaults["num_hidden_layers"], "num_hidden_layers"),
         "hidden": hidden,
         "ffn": number(config, defaults["intermediate_size"], "intermediate_size"),
         "heads": heads,
         "kv_heads": number(config, kv_default, "num_key_value_heads"),
-        "head_dim": head_dim,
+        "head_dim": number(config, head_default, "head_dim"),
         "vocab": number(config, defaults["vocab_size"], "vocab_size"),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.planner.config_values import Config, common_sizes, layers_without_experts, listed, number
+from trainyard.planner.family_parts import four_biases
 from trainyard.planner.shapes import ModelShape
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -90,18 +91,17 @@ def _qwen(config: Config) -> ModelShape:
     defaults = DEFAULTS[model_type.removesuffix("_text")]
     sizes = common_sizes(stated, defaults)
     is_dense = not defaults["num_experts"]
-    experts = 0 if is_dense else number(stated, defaults["num_experts"], "num_experts", "num_local_experts")
+    experts = 0 if is_dense else number(stated, defaults["num_experts"], "num_experts")
     is_next = model_type == "qwen3_next"
-    bias = bool(stated.get("attention_bias", False))
     return ModelShape(
         **sizes,
         **_delta_sizes(stated),
+        **four_biases(stated),
+        convolution=number(stated, 4, "linear_conv_kernel_dim"),
         norm="rms_fp32",
         qk_norm_per_head=True,
         copies_attention=True,
         attention_gate=True,
-        qkv_bias=bias,
-        output_bias=bias,
         delta_layers=_delta_layers(stated, sizes["layers"]),
         delta_inputs=2 if is_next else 4,
         experts=experts,

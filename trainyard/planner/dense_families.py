@@ -7,37 +7,18 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.family_parts import (
+    LLAMA_LIKE,
+    activation_tensors,
+    four_biases,
+    listed_windows,
+    must_fill_hidden,
+    patterned_windows,
+    window_of,
+    windows,
+    without_head_dim,
+)
 from trainyard.planner.shapes import ModelShape
-
-LLAMA_LIKE: Mapping[str, int] = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "intermediate_size": 11008,
-    "vocab_size": 32000,
-}
-
-
-def _four_biases(config: Config, default: bool = False) -> dict[str, Any]:
-    """Of families whose attention_bias speaks of all four projections."""
-    bias = bool(config.get("attention_bias", default))
-    return {"qkv_bias": bias, "output_bias": bias}
-
-
-def _windows(config: Config, layers: int, *, window: int, every: int) -> dict[str, Any]:
-    """Which layers see a window: as listed, else all but each `every`-th; 0: all of them."""
-    stated = config.get("sliding_window", window)
-    span = 0 if stated is None else number({"sliding_window": stated}, None, "sliding_window")
-    kinds = listed(config, "layer_types")
-    if kinds is None:
-        windowed = layers - (layers // every if every else 0)
-    elif len(kinds) != layers:
-        raise InputError(f"model.config.layer_types: must name a type for each of {layers} layers (given: {kinds!r})")
-    else:
-        windowed = kinds.count("sliding_attention")
-    if not span or not windowed:
-        return {}
-    return {"attention_window": span, "windowed_layers": windowed}
 
 
 def _gemma3(config: Config) -> ModelShape:
@@ -53,33 +34,32 @@ def _gemma3(config: Config) -> ModelShape:
     if config.get("attn_logit_softcapping") is not None:
         raise NotCoveredError("model.config: a gemma3_text with attn_logit_softcapping is not covered")
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
-    every = number(config, 6, "sliding_window_pattern")
     return ModelShape(
         **sizes,
-        **_four_biases(config),
+        **four_biases(config),
         norm="rms_fp32",
         norms_per_layer=4,
         qk_norm_per_head=True,
         logits="plain" if config.get("final_logit_softcapping") is None else "capped",
-        **_windows(config, sizes["layers"], window=4096, every=every),
+        **patterned_windows(config, sizes["layers"], every=6, pattern=("sliding_window_pattern",)),
     )
 
 
 def _olmo(config: Config) -> ModelShape:
     """Its norms have no weights."""
     sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
-    return ModelShape(**sizes, **_four_biases(config), norm="layer_fp32")
+    clips = config.get("clip_qkv") is not None
+    return ModelShape(**sizes, **four_biases(config), norm="layer_fp32", clips_qkv=clips)
 
 
 def _olmo2(config: Config) -> ModelShape:
     sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
-    return ModelShape(**sizes, **_four_biases(config), norm="rms_fp32", qk_norm_whole=True, norms_after=True)
+    return ModelShape(**sizes, **four_biases(config), norm="rms_fp32", qk_norm_whole=True, norms_after=True)
 
 
 def _olmo3(config: Config) -> ModelShape:
-    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
-    windows = _windows(config, sizes["layers"], window=4096, every=4)
-    return replace(_olmo2(config), **windows)
+    shape = _olmo2(config)
+    return replace(shape, **patterned_windows(config, shape.layers, every=4))
 
 
 def _smollm3(config: Config) -> ModelShape:
@@ -92,13 +72,31 @@ def _smollm3(config: Config) -> ModelShape:
         "vocab_size": 128256,
     }
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
-    return ModelShape(**sizes, **_four_biases(config), mlp_bias=bool(config.get("mlp_bias", False)))
+    return ModelShape(
+        **sizes,
+        **four_biases(config),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        **_smollm3_windows(config, sizes["layers"]),
+    )
+
+
+def _smollm3_windows(config: Config, layers: int) -> dict[str, Any]:
+    """Where they are asked for, of the layers without rotation: as listed, else each fourth."""
+
+    def unrotated() -> int:
+        rotated = listed(config, "no_rope_layers")
+        if rotated is not None:
+            return sum(not kind for kind in rotated)
+        return layers // max(number(config, 4, "no_rope_layer_interval"), 1)
+
+    window = window_of(config) if config.get("use_sliding_window", False) else 0
+    return listed_windows(config, layers, window, unlisted=unrotated)
 
 
 def _granite(config: Config) -> ModelShape:
     sizes = common_sizes(config, LLAMA_LIKE)
     mlp_bias = bool(config.get("mlp_bias", False))
-    return ModelShape(**sizes, **_four_biases(config), mlp_bias=mlp_bias, logits="scaled")
+    return ModelShape(**sizes, **four_biases(config), mlp_bias=mlp_bias, logits="scaled")
 
 
 GLM_DEFAULTS: Mapping[str, int] = {
@@ -138,7 +136,7 @@ def _cohere(config: Config) -> ModelShape:
         raise NotCoveredError("model.config: a cohere with use_qk_norm is not covered: its norms differ head by head")
     return ModelShape(
         **sizes,
-        **_four_biases(config),
+        **four_biases(config),
         norm="layer_written_out",
         norms_per_layer=1,
         parallel_residual=True,
@@ -148,15 +146,16 @@ def _cohere(config: Config) -> ModelShape:
 
 def _cohere2(config: Config) -> ModelShape:
     sizes = common_sizes({"tie_word_embeddings": True, **config}, COHERE_DEFAULTS)
-    every = number(config, 4, "sliding_window_pattern", "_sliding_window_pattern")
     return ModelShape(
         **sizes,
-        **_four_biases(config),
+        **four_biases(config),
         norm="layer_written_out",
         norms_per_layer=1,
         parallel_residual=True,
         logits="scaled",
-        **_windows(config, sizes["layers"], window=4096, every=every),
+        **patterned_windows(
+            config, sizes["layers"], every=4, pattern=("sliding_window_pattern", "_sliding_window_pattern")
+        ),
     )
 
 
@@ -175,14 +174,9 @@ def _phi(config: Config) -> ModelShape:
         output_bias=True,
         mlp_bias=True,
         head_bias=True,
-        activation_tensors=written_out(config.get("hidden_act", "gelu_new")),
+        dropout=bool(config.get("resid_pdrop", 0.0)),
+        activation_tensors=activation_tensors(config.get("hidden_act", "gelu_new")),
     )
-
-
-def written_out(activation: Any) -> int:
-    """What an activation function keeps of its input's size: `gelu_new` is written out in transformers (its input, its
-    half, the tanh, and one more than it)."""
-    return 4 if str(activation) == "gelu_new" else 1
 
 
 def _starcoder2(config: Config) -> ModelShape:
@@ -194,16 +188,16 @@ def _starcoder2(config: Config) -> ModelShape:
         "intermediate_size": 12288,
         "vocab_size": 49152,
     }
-    bias = bool(config.get("use_bias", True))
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
     return ModelShape(
-        **common_sizes({"tie_word_embeddings": True, **config}, defaults),
+        **sizes,
+        **four_biases(config, default=True, name="use_bias"),
+        **windows(window_of(config), sizes["layers"]),
         gated_mlp=False,
         norm="layer",
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
+        mlp_bias=bool(config.get("use_bias", True)),
         dropout=bool(config.get("residual_dropout", 0.0)),
-        activation_tensors=written_out(config.get("hidden_act", "gelu_pytorch_tanh")),
+        activation_tensors=activation_tensors(config.get("hidden_act", "gelu_pytorch_tanh")),
     )
 
 
@@ -213,7 +207,7 @@ def _stablelm(config: Config) -> ModelShape:
     is_parallel = bool(config.get("use_parallel_residual", False))
     defaults = {**LLAMA_LIKE, "hidden_size": 2560, "intermediate_size": 6912, "vocab_size": 50304}
     return ModelShape(
-        **common_sizes(config, defaults),
+        **common_sizes(without_head_dim(config), defaults),
         copies_attention=True,
         norm="layer",
         norms_per_layer=1 if is_parallel else 2,
@@ -244,9 +238,8 @@ def _seed_oss(config: Config) -> ModelShape:
 def _exaone4(config: Config) -> ModelShape:
     defaults = {**LLAMA_LIKE, "intermediate_size": 16384, "vocab_size": 102400}
     sizes = common_sizes(config, defaults)
-    every = number(config, 4, "sliding_window_pattern") if config.get("sliding_window", 4096) is not None else 0
-    windows = _windows(config, sizes["layers"], window=4096, every=every)
-    return ModelShape(**sizes, qk_norm_per_head=True, norms_after=True, **windows)
+    seen = patterned_windows(config, sizes["layers"], every=4, pattern=("sliding_window_pattern",))
+    return ModelShape(**sizes, qk_norm_per_head=True, norms_after=True, **seen)
 
 
 def _ernie4_5(config: Config) -> ModelShape:
@@ -259,19 +252,19 @@ def _ernie4_5(config: Config) -> ModelShape:
         "vocab_size": 103424,
         "head_dim": 128,
     }
-    bias = bool(config.get("use_bias", False))
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
-    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
+    bias = bool(config.get("use_bias", False))
+    return ModelShape(**sizes, **four_biases(config, name="use_bias"), mlp_bias=bias)
 
 
 def _arcee(config: Config) -> ModelShape:
     defaults = {**LLAMA_LIKE, "hidden_size": 2560, "intermediate_size": 18432}
     return ModelShape(
         **common_sizes(config, defaults),
-        **_four_biases(config),
+        **four_biases(config),
         gated_mlp=False,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        activation_tensors=written_out(config.get("hidden_act", "relu2")),
+        activation_tensors=activation_tensors(config.get("hidden_act", "relu2")),
     )
 
 
@@ -289,12 +282,12 @@ def _nemotron(config: Config) -> ModelShape:
         raise InputError("model.config: num_key_value_heads is missing")
     return ModelShape(
         **sizes,
-        **_four_biases(config),
+        **four_biases(config),
         gated_mlp=False,
         copies_attention=True,
         norm="layer",
         mlp_bias=bool(config.get("mlp_bias", False)),
-        activation_tensors=written_out(config.get("hidden_act", "relu2")),
+        activation_tensors=activation_tensors(config.get("hidden_act", "relu2")),
     )
 
 
@@ -309,11 +302,7 @@ def _helium(config: Config) -> ModelShape:
         "head_dim": 128,
     }
     sizes = common_sizes(config, defaults)
-    if sizes["heads"] * sizes["head_dim"] != sizes["hidden"]:
-        raise InputError(
-            "model.config.head_dim: a helium's heads must be as wide together as hidden_size, "
-            f"{sizes['hidden']} (given: {sizes['heads']} of {sizes['head_dim']})"
-        )
+    must_fill_hidden(sizes, "helium")
     return ModelShape(
         **sizes,
         norm="rms_fp32",
@@ -323,45 +312,21 @@ def _helium(config: Config) -> ModelShape:
 
 
 def _ministral(config: Config) -> ModelShape:
-    """`ministral` sees a window in every layer, `ministral3` everything in all."""
+    """`ministral` sees a window in every layer, or in those listed; `ministral3` where its configuration states one."""
     is_third = config.get("model_type") == "ministral3"
     defaults = {**LLAMA_LIKE, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128}
     if is_third:
         defaults |= {"num_hidden_layers": 34, "vocab_size": 131072}
     sizes = common_sizes(config, defaults)
-    return ModelShape(**sizes, **({} if is_third else _windows(config, sizes["layers"], window=4096, every=0)))
+    layers = sizes["layers"]
+    seen = windows(window_of(config), layers) if is_third else patterned_windows(config, layers, every=0)
+    return ModelShape(**sizes, **seen)
 
 
 def _hunyuan_dense(config: Config) -> ModelShape:
     sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 290943})
     sizes["head_dim"] = number(config, None, "head_dim")  # transformers has no default that it could use
-    return ModelShape(**sizes, **_four_biases(config), qk_norm_per_head=True)
-
-
-def _gpt_bigcode(config: Config) -> ModelShape:
-    """SantaCoder and StarCoder: one head of keys and values for all queries."""
-    hidden = number(config, 768, "n_embd", "hidden_size")
-    heads = number(config, 12, "n_head", "num_attention_heads")
-    inner = config.get("n_inner")
-    return ModelShape(
-        layers=number(config, 12, "n_layer", "num_hidden_layers"),
-        hidden=hidden,
-        ffn=4 * hidden if inner is None else number(config, None, "n_inner"),
-        heads=heads,
-        kv_heads=1 if config.get("multi_query", True) else heads,
-        head_dim=hidden // max(heads, 1),
-        vocab=number(config, 50257, "vocab_size"),
-        gated_mlp=False,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        norm="layer",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        learned_positions=number(config, 1024, "n_positions", "max_position_embeddings"),
-        fused_qkv=True,
-        dropout=bool(config.get("resid_pdrop", 0.1)),
-        activation_tensors=written_out(config.get("activation_function", "gelu_pytorch_tanh")),
-    )
+    return ModelShape(**sizes, **four_biases(config), qk_norm_per_head=True)
 
 
 DENSE_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
@@ -373,7 +338,6 @@ DENSE_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
     "gemma3_text": _gemma3,
     "glm": _glm,
     "glm4": _glm,
-    "gpt_bigcode": _gpt_bigcode,
     "granite": _granite,
     "helium": _helium,
     "hunyuan_v1_dense": _hunyuan_dense,

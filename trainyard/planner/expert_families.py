@@ -6,14 +6,21 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.family_parts import (
+    EXPERT_NAMES,
+    LLAMA_LIKE,
+    LOCAL_EXPERT_NAMES,
+    first_dense,
+    four_biases,
+    latents,
+    listed_windows,
+    must_fill_hidden,
+    patterned_windows,
+    routed,
+    window_of,
+    windows,
+)
 from trainyard.planner.shapes import ModelShape
-
-
-def _attention_biases(config: Config) -> dict[str, Any]:
-    """Of families whose attention_bias speaks of all four projections."""
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "output_bias": bias}
-
 
 GLM4_MOE_DEFAULTS = {
     "hidden_size": 4096,
@@ -31,13 +38,11 @@ def _glm4_moe(config: Config) -> ModelShape:
     expert = number(config, 1408, "moe_intermediate_size")
     return ModelShape(
         **sizes,
+        **routed(config, width=expert, experts=128, per_token=8),
         qkv_bias=bool(config.get("attention_bias", False)),
         qk_norm_per_head=bool(config.get("use_qk_norm", False)),
-        experts=number(config, 128, "n_routed_experts", "num_local_experts"),
-        experts_per_token=number(config, 8, "num_experts_per_tok"),
-        moe_ffn=expert,
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
-        dense_layers=min(number(config, 1, "first_k_dense_replace"), sizes["layers"]),
+        dense_layers=first_dense(config, 1, sizes["layers"]),
         wide_router=True,
     )
 
@@ -58,10 +63,8 @@ def _solar_open(config: Config) -> ModelShape:
     expert = number(config, 1280, "moe_intermediate_size")
     return ModelShape(
         **common_sizes(config, SOLAR_OPEN_DEFAULTS),
+        **routed(config, width=expert, experts=128, per_token=8),
         qkv_bias=bool(config.get("attention_bias", False)),
-        experts=number(config, 128, "n_routed_experts", "num_local_experts"),
-        experts_per_token=number(config, 8, "num_experts_per_tok"),
-        moe_ffn=expert,
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
         wide_router=True,
     )
@@ -82,10 +85,8 @@ def _minimax_m2(config: Config) -> ModelShape:
     sizes = common_sizes(config, MINIMAX_M2_DEFAULTS)
     return ModelShape(
         **sizes,
+        **routed(config, width=sizes["ffn"], experts=256, per_token=8, experts_names=LOCAL_EXPERT_NAMES),
         qk_norm_whole=True,
-        experts=number(config, 256, "num_local_experts", "num_experts"),
-        experts_per_token=number(config, 8, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
     )
 
 
@@ -105,15 +106,20 @@ def _dots1(config: Config) -> ModelShape:
     expert = number(config, 1408, "moe_intermediate_size")
     return ModelShape(
         **sizes,
-        **_attention_biases(config),
+        **four_biases(config),
+        **routed(config, width=expert, experts=None, per_token=None),
+        **_dots1_windows(config, sizes["layers"]),
         qk_norm_per_head=True,
-        experts=number(config, None, "n_routed_experts", "num_local_experts"),
-        experts_per_token=number(config, None, "num_experts_per_tok"),
-        moe_ffn=expert,
         shared_ffn=expert * number(config, None, "n_shared_experts"),
-        dense_layers=min(number(config, 0, "first_k_dense_replace"), sizes["layers"]),
+        dense_layers=first_dense(config, 0, sizes["layers"]),
         wide_router=True,
     )
+
+
+def _dots1_windows(config: Config, layers: int) -> dict[str, Any]:
+    """Of layers as listed, else from max_window_layers on."""
+    first = number(config, 62, "max_window_layers")
+    return listed_windows(config, layers, window_of(config, 4096), unlisted=lambda: max(layers - first, 0))
 
 
 OLMOE_DEFAULTS = {
@@ -126,47 +132,34 @@ OLMOE_DEFAULTS = {
 
 
 def _olmoe(config: Config) -> ModelShape:
-    """Its heads are hidden_size / num_attention_heads wide whatever a configuration says."""
+    """Its norms of queries and keys are as wide as hidden_size, so that its heads have to be too."""
     sizes = common_sizes(config, {**OLMOE_DEFAULTS, "num_key_value_heads": 16})
+    must_fill_hidden(sizes, "olmoe")
     return ModelShape(
-        **{**sizes, "head_dim": sizes["hidden"] // sizes["heads"]},
-        **_attention_biases(config),
+        **sizes,
+        **four_biases(config),
+        **routed(config, width=sizes["ffn"], experts=64, per_token=8, experts_names=EXPERT_NAMES),
         qk_norm_whole=True,
-        experts=number(config, 64, "num_experts", "num_local_experts"),
-        experts_per_token=number(config, 8, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
+        clips_qkv=config.get("clip_qkv") is not None,
     )
 
 
-LLAMA_LIKE_DEFAULTS = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "intermediate_size": 11008,
-    "vocab_size": 32000,
-}
-
-
 def _flex_olmo(config: Config) -> ModelShape:
-    sizes = common_sizes(config, {**LLAMA_LIKE_DEFAULTS, "vocab_size": 100352})
+    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 100352})
     return ModelShape(
         **sizes,
-        **_attention_biases(config),
+        **four_biases(config),
+        **routed(config, width=sizes["ffn"], experts=7, per_token=5, experts_names=EXPERT_NAMES),
         qk_norm_whole=True,
-        experts=number(config, 7, "num_experts", "num_local_experts"),
-        experts_per_token=number(config, 5, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
     )
 
 
 def _granitemoe(config: Config) -> ModelShape:
-    sizes = common_sizes(config, LLAMA_LIKE_DEFAULTS)
+    sizes = common_sizes(config, LLAMA_LIKE)
     return ModelShape(
         **sizes,
-        **_attention_biases(config),
-        experts=number(config, 8, "num_local_experts"),
-        experts_per_token=number(config, 2, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
+        **four_biases(config),
+        **routed(config, width=sizes["ffn"], experts=8, per_token=2, experts_names=("num_local_experts",)),
     )
 
 
@@ -189,17 +182,17 @@ def _phimoe(config: Config) -> ModelShape:
     sizes = common_sizes(config, PHIMOE_DEFAULTS)
     return ModelShape(
         **sizes,
-        **_attention_biases(config),
+        **four_biases(config),
+        **routed(config, width=sizes["ffn"], experts=16, per_token=2, experts_names=("num_local_experts",)),
+        **windows(window_of(config), sizes["layers"]),
         norm="layer",
         head_bias=bool(config.get("lm_head_bias", False)),
-        experts=number(config, 16, "num_local_experts"),
-        experts_per_token=number(config, 2, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
     )
 
 
-def _one_for_all(config: Config, default: int, name: str) -> int:
+def _one_for_all(config: Config, default: int, *names: str) -> int:
     """A number that a configuration may also state layer by layer, if it is the same in all."""
+    name = next((name for name in names if config.get(name) is not None), names[0])
     found = config.get(name)
     if not isinstance(found, list | tuple):
         return number(config, default, name)
@@ -210,25 +203,25 @@ def _one_for_all(config: Config, default: int, name: str) -> int:
 
 def _hunyuan_v1_moe(config: Config) -> ModelShape:
     """Every layer has experts and one shared expert, all as wide as intermediate_size."""
-    sizes = common_sizes(config, {**LLAMA_LIKE_DEFAULTS, "vocab_size": 290943})
+    sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 290943})
     sizes["head_dim"] = number(config, None, "head_dim")  # transformers has no default that it could use
     return ModelShape(
         **sizes,
-        **_attention_biases(config),
+        **four_biases(config),
         qk_norm_per_head=True,
-        experts=_one_for_all(config, 1, "num_experts"),
-        experts_per_token=_one_for_all(config, 1, "moe_topk"),
+        experts=_one_for_all(config, 1, "num_local_experts", "num_experts"),
+        experts_per_token=_one_for_all(config, 1, "num_experts_per_tok", "moe_topk"),
         moe_ffn=sizes["ffn"],
         shared_ffn=sizes["ffn"],
         shared_first=True,
     )
 
 
-def _sparse_layers(config: Config, layers: int) -> int:
-    """Of EXAONE's and GLM-4.7-Flash's layers those with experts: as listed, else all but the first few."""
+def _sparse_layers(config: Config, layers: int, *, dense: int) -> int:
+    """Layers with experts: as listed, else all but the first few."""
     kinds = listed(config, "mlp_layer_types")
     if kinds is None:
-        return max(layers - number(config, 1, "first_k_dense_replace"), 0)
+        return max(layers - dense, 0)
     if len(kinds) != layers or set(map(str, kinds)) - {"dense", "sparse"}:
         raise InputError(
             f"model.config.mlp_layer_types: must be a list of dense and sparse, one for each of {layers} layers"
@@ -237,17 +230,15 @@ def _sparse_layers(config: Config, layers: int) -> int:
 
 
 def _exaone_moe(config: Config) -> ModelShape:
-    """Counted as if all layers saw all positions: of longer sequences it sees less, and is done sooner."""
-    sizes = common_sizes(config, {**LLAMA_LIKE_DEFAULTS, "intermediate_size": 16384, "vocab_size": 102400})
-    expert = number(config, 1024, "moe_intermediate_size")
+    sizes = common_sizes(config, {**LLAMA_LIKE, "intermediate_size": 16384, "vocab_size": 102400})
+    expert, dense = number(config, 1024, "moe_intermediate_size"), number(config, 1, "first_k_dense_replace")
     return ModelShape(
         **sizes,
+        **routed(config, width=expert, experts=64, per_token=8, experts_names=("num_experts",)),
+        **patterned_windows(config, sizes["layers"], every=4, pattern=("sliding_window_pattern",)),
         qk_norm_per_head=True,
-        experts=number(config, 64, "num_experts", "num_local_experts"),
-        experts_per_token=number(config, 8, "num_experts_per_tok"),
-        moe_ffn=expert,
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
-        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"]),
+        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=dense),
         wide_router=True,
     )
 
@@ -266,24 +257,16 @@ def _glm4_moe_lite(config: Config) -> ModelShape:
 
     Where no layers are listed transformers makes the first one dense, whatever first_k_dense_replace says.
     """
-    if config.get("attention_bias", False):
-        raise NotCoveredError("model.config: a glm4_moe_lite with attention_bias is not covered: latents have no bias")
     sizes = common_sizes({**config, "num_key_value_heads": None}, GLM4_MOE_LITE_DEFAULTS)
     expert = number(config, 1536, "moe_intermediate_size")
-    key, value = number(config, 192, "qk_nope_head_dim"), number(config, 256, "v_head_dim")
-    if value < 1:
-        raise InputError(f"model.config.v_head_dim: must be at least 1 (given: {value})")
+    # What others call a head's width is here the part of it that is rotated.
+    rotated = number(config, 64, "head_dim", "qk_rope_head_dim")
     return ModelShape(
-        **{**sizes, "head_dim": key},
-        value_head_dim=0 if value == key else value,
-        experts=number(config, 64, "n_routed_experts", "num_local_experts"),
-        experts_per_token=number(config, 4, "num_experts_per_tok"),
-        moe_ffn=expert,
+        **sizes
+        | latents({**config, "qk_rope_head_dim": rotated}, query=768, key=192, value=256)
+        | routed(config, width=expert, experts=64, per_token=4),
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
-        dense_layers=sizes["layers"] - _sparse_layers({**config, "first_k_dense_replace": 1}, sizes["layers"]),
-        q_lora_rank=0 if config.get("q_lora_rank", 768) is None else number(config, 768, "q_lora_rank"),
-        kv_lora_rank=number(config, 512, "kv_lora_rank"),
-        rope_dim=number(config, 64, "qk_rope_head_dim"),
+        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
     )
 
@@ -311,8 +294,8 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
     routed = sum(first <= index <= last and (index + 1) % step == 0 for index in range(layers))
     return ModelShape(
         **sizes,
-        experts=number(config, 64, "moe_num_experts", "num_experts", "num_local_experts"),
-        experts_per_token=number(config, 6, "moe_k", "num_experts_per_tok"),
+        experts=number(config, 64, "num_experts", "moe_num_experts"),
+        experts_per_token=number(config, 6, "num_experts_per_tok", "moe_k"),
         moe_ffn=expert,
         shared_ffn=expert * number(config, 2, "moe_num_shared_experts"),
         shared_first=True,
@@ -322,7 +305,104 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
     )
 
 
+AFMOE_DEFAULTS = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "intermediate_size": 6144,
+    "vocab_size": 200192,
+    "head_dim": 128,
+}
+
+
+def _afmoe(config: Config) -> ModelShape:
+    """Arcee's Trinity: attention's result has a gate, and each half of a layer a norm before and after it."""
+    if config.get("attention_bias", False):
+        raise NotCoveredError("model.config: an afmoe with attention_bias is not covered: of its gate there is none")
+    sizes = common_sizes(config, AFMOE_DEFAULTS)
+    expert = number(config, 1408, "moe_intermediate_size")
+    every = ("global_attn_every_n_layers",)
+    return ModelShape(
+        **sizes,
+        **routed(config, width=expert, experts=64, per_token=6, experts_names=("num_experts",)),
+        **patterned_windows(config, sizes["layers"], every=4, pattern=every, window=1024),
+        norm="rms_fp32",
+        qk_norm_per_head=True,
+        attention_gate=True,
+        norms_per_layer=4,
+        shared_ffn=expert * number(config, 2, "num_shared_experts"),
+        shared_first=True,
+        dense_layers=min(number(config, 1, "num_dense_layers"), sizes["layers"]),
+        router_bias=True,
+    )
+
+
+HY_V3_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "intermediate_size": 13312,
+    "vocab_size": 120832,
+    "head_dim": 128,
+}
+
+
+def _hy_v3(config: Config) -> ModelShape:
+    """Hunyuan 3. Whatever first_k_dense_replace says, one layer is dense where none are listed."""
+    if config.get("mlp_bias", False):
+        raise NotCoveredError("model.config: a hy_v3 with mlp_bias is not covered: of its experts none has one")
+    sizes = common_sizes(config, HY_V3_DEFAULTS)
+    expert = number(config, 1536, "moe_intermediate_size")
+    return ModelShape(
+        **sizes,
+        **four_biases(config),
+        **routed(config, width=expert, experts=192, per_token=8, experts_names=EXPERT_NAMES),
+        qk_norm_per_head=True,
+        shared_ffn=expert * number(config, 1, "num_shared_experts"),
+        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=1),
+        wide_router=True,
+    )
+
+
+COHERE2_MOE_DEFAULTS = {
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "intermediate_size": 22528,
+    "vocab_size": 256000,
+    "head_dim": 128,
+}
+
+
+def _cohere2_moe(config: Config) -> ModelShape:
+    """Command's experts: one norm for attention and feed-forward block, which may be an RMS norm."""
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, COHERE2_MOE_DEFAULTS)
+    layers, expert = sizes["layers"], sizes["ffn"]
+    dense = min(number(config, 0, "first_k_dense_replace"), layers)
+
+    def unlisted() -> int:
+        first = max(number(config, 1, "prefix_dense_sliding_window_pattern"), 1)
+        rest = max(number(config, 4, "sliding_window_pattern"), 1)
+        return int(layers - dense // first - (layers - dense) // rest)
+
+    return ModelShape(
+        **{**sizes, "ffn": number(config, expert, "prefix_dense_intermediate_size")},
+        **four_biases(config),
+        **routed(config, width=expert, experts=8, per_token=2, experts_names=("num_experts",)),
+        **listed_windows(config, layers, window_of(config, 4096), unlisted=unlisted),
+        norm="layer_written_out" if config.get("rms_norm_eps") is None else "rms",
+        norms_per_layer=1,
+        parallel_residual=True,
+        logits="scaled",
+        shared_ffn=expert * number(config, 0, "num_shared_experts"),
+        dense_layers=layers - _sparse_layers(config, layers, dense=dense),
+    )
+
+
 EXPERT_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
+    "afmoe": _afmoe,
+    "cohere2_moe": _cohere2_moe,
     "dots1": _dots1,
     "ernie4_5_moe": _ernie4_5_moe,
     "exaone_moe": _exaone_moe,
@@ -332,6 +412,7 @@ EXPERT_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
     "granitemoe": _granitemoe,
     "granitemoeshared": _granitemoeshared,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
+    "hy_v3": _hy_v3,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
     "phimoe": _phimoe,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.planner.config_values import (
@@ -23,41 +24,49 @@ from trainyard.planner.config_values import (
 from trainyard.planner.delta_families import DELTA_READERS
 from trainyard.planner.dense_families import DENSE_READERS
 from trainyard.planner.expert_families import EXPERT_READERS
+from trainyard.planner.family_parts import (
+    EXPERT_NAMES,
+    LLAMA_LIKE,
+    activation_tensors,
+    first_dense,
+    four_biases,
+    late_windows,
+    latents,
+    listed_windows,
+    patterned_windows,
+    routed,
+    window_of,
+    windows,
+    without_head_dim,
+)
 from trainyard.planner.kinds import EXPERTS, is_plain
 from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
+from trainyard.planner.older_families import LEARNED_POSITIONS, OLDER_READERS
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.model_types import position_names
 
-LLAMA_DEFAULTS = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "intermediate_size": 11008,
-    "vocab_size": 32000,
-}
-
 
 def _llama(config: Config) -> ModelShape:
-    bias = bool(config.get("attention_bias", False))
     return ModelShape(
-        **common_sizes(config, LLAMA_DEFAULTS),
-        qkv_bias=bias,
-        output_bias=bias,
+        **common_sizes(config, LLAMA_LIKE),
+        **four_biases(config),
         mlp_bias=bool(config.get("mlp_bias", False)),
     )
 
 
 def _mistral(config: Config) -> ModelShape:
-    return ModelShape(**common_sizes(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8}))
+    sizes = common_sizes(config, {**LLAMA_LIKE, "intermediate_size": 14336, "num_key_value_heads": 8})
+    return ModelShape(**sizes, **windows(window_of(config, 4096), sizes["layers"]))
 
 
 def _mixtral(config: Config) -> ModelShape:
-    sizes = common_sizes(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8})
+    sizes = common_sizes(config, {**LLAMA_LIKE, "intermediate_size": 14336, "num_key_value_heads": 8})
     return ModelShape(
         **sizes,
-        experts=number(config, 8, "num_local_experts"),
-        experts_per_token=number(config, 2, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
+        **routed(
+            config, width=sizes["ffn"], experts=8, per_token=2, experts_names=("num_experts", "num_local_experts")
+        ),
+        **windows(window_of(config), sizes["layers"]),
     )
 
 
@@ -72,13 +81,14 @@ QWEN_DEFAULTS = {
 
 
 def _qwen2(config: Config) -> ModelShape:
-    return ModelShape(**common_sizes(config, QWEN_DEFAULTS), qkv_bias=True)
+    sizes = common_sizes(config, QWEN_DEFAULTS)
+    return ModelShape(**sizes, **late_windows(config, sizes["layers"]), qkv_bias=True)
 
 
 def _qwen3(config: Config) -> ModelShape:
-    bias = bool(config.get("attention_bias", False))
     sizes = common_sizes(config, {**QWEN_DEFAULTS, "head_dim": 128})
-    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, qk_norm_per_head=True)
+    seen = late_windows(config, sizes["layers"])
+    return ModelShape(**sizes, **four_biases(config), **seen, qk_norm_per_head=True)
 
 
 def _qwen3_moe(config: Config) -> ModelShape:
@@ -89,15 +99,14 @@ def _qwen3_moe(config: Config) -> ModelShape:
         "intermediate_size": 6144,
     }
     sizes = common_sizes(config, defaults)
-    bias = bool(config.get("attention_bias", False))
+    expert = number(config, 768, "moe_intermediate_size")
+    window = window_of(config, 4096) if config.get("use_sliding_window", False) else 0
     return ModelShape(
         **sizes,
-        qkv_bias=bias,
-        output_bias=bias,
+        **four_biases(config),
+        **routed(config, width=expert, experts=128, per_token=8, experts_names=EXPERT_NAMES),
+        **windows(window, sizes["layers"]),
         qk_norm_per_head=True,
-        experts=number(config, 128, "num_experts", "num_local_experts"),
-        experts_per_token=number(config, 8, "num_experts_per_tok"),
-        moe_ffn=number(config, 768, "moe_intermediate_size"),
         dense_layers=layers_without_experts(config, sizes["layers"]),
     )
 
@@ -111,17 +120,24 @@ def _qwen2_moe(config: Config) -> ModelShape:
         "intermediate_size": 5632,
     }
     sizes = common_sizes(config, defaults)
+    expert = number(config, 1408, "moe_intermediate_size")
     return ModelShape(
         **sizes,
+        **routed(config, width=expert, experts=60, per_token=4, experts_names=("num_experts",)),
+        **_qwen2_moe_windows(config, sizes["layers"]),
         qkv_bias=bool(config.get("qkv_bias", True)),
-        experts=number(config, 60, "num_experts", "num_local_experts"),
-        experts_per_token=number(config, 4, "num_experts_per_tok"),
-        moe_ffn=number(config, 1408, "moe_intermediate_size"),
         shared_ffn=number(config, 5632, "shared_expert_intermediate_size"),
         shared_gate=True,
         shared_first=True,
         dense_layers=layers_without_experts(config, sizes["layers"]),
     )
+
+
+def _qwen2_moe_windows(config: Config, layers: int) -> dict[str, Any]:
+    """Where they are asked for: as listed, else every second layer, the first one of them, before max_window_layers."""
+    window = window_of(config, 4096) if config.get("use_sliding_window", False) else 0
+    last = number(config, 28, "max_window_layers")
+    return listed_windows(config, layers, window, unlisted=lambda: (min(layers, last) + 1) // 2)
 
 
 def _gemma(config: Config) -> ModelShape:
@@ -134,9 +150,8 @@ def _gemma(config: Config) -> ModelShape:
         "vocab_size": 256000,
         "head_dim": 256,
     }
-    bias = bool(config.get("attention_bias", False))
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
-    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, norm="rms_fp32")
+    return ModelShape(**sizes, **four_biases(config), norm="rms_fp32")
 
 
 def _gemma2(config: Config) -> ModelShape:
@@ -149,17 +164,23 @@ def _gemma2(config: Config) -> ModelShape:
         "vocab_size": 256000,
         "head_dim": 256,
     }
-    bias = bool(config.get("attention_bias", False))
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
     return ModelShape(
         **sizes,
-        qkv_bias=bias,
-        output_bias=bias,
+        **four_biases(config),
+        **patterned_windows(config, sizes["layers"], every=2),
         norm="rms_fp32",
         norms_per_layer=4,
         has_capped_scores=caps_scores(config),
         logits="plain" if config.get("final_logit_softcapping", 30.0) is None else "capped",
     )
+
+
+WRITTEN_OUT = frozenset({"bloom", "codegen", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"})
+"""Model types whose attention transformers writes out: it gives them to none of torch's kernels (`_supports_sdpa`)."""
+
+NARROW_SOFTMAX = frozenset({"gpt2", "gpt_oss"})
+"""Model types whose attention, where it is written out, has its softmax in the type of what it reads."""
 
 
 def caps_scores(config: Config) -> bool:
@@ -168,38 +189,17 @@ def caps_scores(config: Config) -> bool:
     return config.get("attn_logit_softcapping", default) is not None
 
 
+def writes_scores_out(config: Config) -> bool:
+    """Whether attention's scores are kept, as no fused kernel of the trainer's computes this model's attention."""
+    return caps_scores(config) or config.get("model_type") in WRITTEN_OUT
+
+
 def _phi3(config: Config) -> ModelShape:
-    defaults = LLAMA_DEFAULTS | {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
-    return ModelShape(**common_sizes(config, defaults), fused_qkv=True)
-
-
-LEARNED_POSITIONS = {"gpt2": 1024, "opt": 2048}
-"""Model type -> positions in its table where its configuration states none."""
-
-
-def _gpt2(config: Config) -> ModelShape:
-    hidden = number(config, 768, "n_embd", "hidden_size")
-    heads = number(config, 12, "n_head", "num_attention_heads")
-    return ModelShape(
-        layers=number(config, 12, "n_layer", "num_hidden_layers"),
-        hidden=hidden,
-        ffn=number(config, 4 * hidden, "n_inner"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // max(heads, 1),
-        vocab=number(config, 50257, "vocab_size"),
-        gated_mlp=False,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        norm="layer",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        learned_positions=number(config, LEARNED_POSITIONS["gpt2"], *position_names("gpt2")),
-        fused_qkv=True,
-        # gelu_new is written out in transformers: input, its half, the tanh, and one more than it.
-        activation_tensors=4 if config.get("activation_function", "gelu_new") == "gelu_new" else 1,
-        dropout=bool(config.get("resid_pdrop", 0.1)),
-    )
+    defaults = {**LLAMA_LIKE, "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
+    sizes = common_sizes(config, defaults)
+    seen = windows(window_of(config), sizes["layers"])
+    dropout = bool(config.get("resid_pdrop", 0.0))
+    return ModelShape(**sizes, **seen, fused_qkv=True, copies_attention=True, dropout=dropout)
 
 
 def _gpt_neox(config: Config) -> ModelShape:
@@ -210,42 +210,18 @@ def _gpt_neox(config: Config) -> ModelShape:
         "intermediate_size": 24576,
         "vocab_size": 50432,
     }
-    bias = bool(config.get("attention_bias", True))
-    sizes = common_sizes({**config, "num_key_value_heads": None}, defaults)
+    sizes = common_sizes({**without_head_dim(config), "num_key_value_heads": None}, defaults)
     return ModelShape(
         **sizes,
+        **four_biases(config, default=True),
         gated_mlp=False,
         norm="layer",
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=True,
         fused_qkv=True,
+        copies_attention=True,
         parallel_residual=bool(config.get("use_parallel_residual", True)),
         dropout=bool(config.get("hidden_dropout", 0.0)),
-    )
-
-
-def _opt(config: Config) -> ModelShape:
-    hidden = number(config, 768, "hidden_size")
-    if number(config, hidden, "word_embed_proj_dim") != hidden:
-        raise NotCoveredError("model.config: an OPT whose word_embed_proj_dim differs from hidden_size is not covered")
-    heads = number(config, 12, "num_attention_heads")
-    return ModelShape(
-        layers=number(config, 12, "num_hidden_layers"),
-        hidden=hidden,
-        ffn=number(config, 3072, "ffn_dim"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // max(heads, 1),
-        vocab=number(config, 50272, "vocab_size"),
-        gated_mlp=False,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        norm="layer",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        # OPT's position table starts at an offset of 2.
-        learned_positions=number(config, LEARNED_POSITIONS["opt"], *position_names("opt")) + 2,
+        activation_tensors=activation_tensors(config.get("hidden_act", "gelu")),
     )
 
 
@@ -279,24 +255,25 @@ DEEPSEEK_DEFAULTS = {
 
 def _deepseek(config: Config) -> ModelShape:
     """DeepSeek V2 and V3 (and Kimi K2, of V3's kind): latent attention, shared experts, a few dense layers first."""
+    is_second = config.get("model_type") == "deepseek_v2"
     defaults = DEEPSEEK_DEFAULTS[str(config.get("model_type"))]
+    if is_second and config.get("mlp_bias", False):
+        raise NotCoveredError("model.config: a deepseek_v2 with mlp_bias is not covered: of its experts none has one")
+    other = "num_experts" if is_second else "num_local_experts"
     sizes = common_sizes({**config, "num_key_value_heads": None}, defaults)
     expert = number(config, defaults["moe_intermediate_size"], "moe_intermediate_size")
-    key, value = number(config, 128, "qk_nope_head_dim"), number(config, 128, "v_head_dim")
-    if value < 1:
-        raise InputError(f"model.config.v_head_dim: must be at least 1 (given: {value})")
     return ModelShape(
-        **{**sizes, "head_dim": key},
-        value_head_dim=0 if value == key else value,
-        experts=number(config, defaults["n_routed_experts"], "n_routed_experts"),
-        experts_per_token=number(config, defaults["num_experts_per_tok"], "num_experts_per_tok"),
-        moe_ffn=expert,
+        **sizes
+        | latents(config, query=1536, key=128, value=128)
+        | routed(
+            config,
+            width=expert,
+            experts=defaults["n_routed_experts"],
+            per_token=defaults["num_experts_per_tok"],
+            experts_names=(other, "n_routed_experts"),
+        ),
         shared_ffn=expert * number(config, defaults["n_shared_experts"], "n_shared_experts"),
-        dense_layers=min(number(config, defaults["first_k_dense_replace"], "first_k_dense_replace"), sizes["layers"]),
-        # DeepSeek-V2-Lite says null: its queries have no bottleneck.
-        q_lora_rank=0 if config.get("q_lora_rank", 1536) is None else number(config, 1536, "q_lora_rank"),
-        kv_lora_rank=number(config, 512, "kv_lora_rank"),
-        rope_dim=number(config, 64, "qk_rope_head_dim"),
+        dense_layers=first_dense(config, defaults["first_k_dense_replace"], sizes["layers"]),
         wide_router=True,
     )
 
@@ -314,13 +291,14 @@ def _gpt_oss(config: Config) -> ModelShape:
     sizes = common_sizes(config, defaults)
     return ModelShape(
         **sizes,
-        qkv_bias=True,
-        output_bias=True,
+        **four_biases(config, default=True),
+        **routed(
+            config, width=sizes["ffn"], experts=128, per_token=4, experts_names=("num_experts", "num_local_experts")
+        ),
+        **patterned_windows(config, sizes["layers"], every=2, window=128),
         mlp_bias=True,
-        experts=number(config, 128, "num_local_experts"),
-        experts_per_token=number(config, 4, "num_experts_per_tok"),
-        moe_ffn=sizes["ffn"],
-        attention_window=number(config, 128, "sliding_window"),
+        # Of each expert also the cut gate, its sigmoid, their product, and one more than the cut input.
+        activation_tensors=4,
         attention_sinks=True,
     )
 
@@ -348,6 +326,13 @@ def _hybrid_pattern(config: Config) -> str:
     return pattern
 
 
+def _check_nemotron_h(config: Config) -> None:
+    """NotCoveredError for biases that NVIDIA's published hybrids don't have, and for the lack of one that they have."""
+    for name, usual in (("use_bias", False), ("mlp_bias", False), ("use_conv_bias", True)):
+        if bool(config.get(name, usual)) is not usual:
+            raise NotCoveredError(f"model.config: a nemotron_h with {name}: {str(not usual).lower()} is not covered")
+
+
 def _nemotron_h(config: Config) -> ModelShape:
     """NVIDIA's hybrids: a pattern of M (Mamba-2), * (attention), E (experts) and - (feed-forward); squared ReLU."""
     pattern = _hybrid_pattern(config)
@@ -363,15 +348,16 @@ def _nemotron_h(config: Config) -> ModelShape:
         "head_dim": 128,
     }
     sizes = common_sizes(config, defaults)
-    routed = "E" in pattern
+    _check_nemotron_h(config)
+    has_experts = "E" in pattern
     return ModelShape(
-        **{**sizes, "layers": len(pattern)},
+        **{**sizes, "layers": len(pattern), "tied_embeddings": False},  # whatever tie_word_embeddings says
         gated_mlp=False,
         norms_per_layer=1,
-        experts=number(config, 8, "n_routed_experts") if routed else 0,
-        experts_per_token=number(config, 2, "num_experts_per_tok") if routed else 0,
-        moe_ffn=number(config, 7688, "moe_intermediate_size") if routed else 0,
-        shared_ffn=number(config, 7688, "moe_shared_expert_intermediate_size") if routed else 0,
+        experts=number(config, 8, "num_local_experts", "n_routed_experts") if has_experts else 0,
+        experts_per_token=number(config, 2, "num_experts_per_tok") if has_experts else 0,
+        moe_ffn=number(config, 7688, "moe_intermediate_size") if has_experts else 0,
+        shared_ffn=number(config, 7688, "moe_shared_expert_intermediate_size") if has_experts else 0,
         dense_layers=pattern.count("-"),
         mamba_layers=pattern.count("M"),
         attention_layers=pattern.count("*"),
@@ -379,6 +365,7 @@ def _nemotron_h(config: Config) -> ModelShape:
         mamba_head_dim=number(config, 64, "mamba_head_dim"),
         mamba_state=number(config, 128, "ssm_state_size"),
         mamba_groups=number(config, 8, "n_groups"),
+        convolution=number(config, 4, "conv_kernel"),
         latent=number(config, 0, "moe_latent_size"),
     )
 
@@ -388,14 +375,12 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     "deepseek_v3": _deepseek,
     "gemma": _gemma,
     "gemma2": _gemma2,
-    "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "gpt_oss": _gpt_oss,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
     "nemotron_h": _nemotron_h,
-    "opt": _opt,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
@@ -404,6 +389,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     **DELTA_READERS,
     **DENSE_READERS,
     **EXPERT_READERS,
+    **OLDER_READERS,
 }
 """model_type to reader; parameter counts are tested against transformers."""
 
@@ -422,11 +408,18 @@ def shape_from_config(config: Config) -> ModelShape:
     return replace(checked(reader(config)), attention_dropout=_drops_attention(config))
 
 
+ATTENTION_DROPOUT = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("attn_pdrop", 0.1)),
+    **dict.fromkeys(("codegen", "gptj"), ("attn_pdrop", 0.0)),
+    "seed_oss": ("attention_dropout", 0.1),
+}
+"""Model type -> its own name for the share of scores that are dropped, and how many are where nobody says."""
+
+
 def _drops_attention(config: Config) -> bool:
-    """Whether the model drops scores in training; GPT-2 does where nobody says otherwise."""
-    if config.get("model_type") == "gpt2":
-        return bool(config.get("attn_pdrop", 0.1))
-    return bool(config.get("attention_dropout", 0.0))
+    """Whether the model drops scores in training."""
+    name, default = ATTENTION_DROPOUT.get(str(config.get("model_type")), ("attention_dropout", 0.0))
+    return bool(config.get(name, default))
 
 
 def with_positions(config: Config, sequence_length: int) -> Config:

@@ -123,6 +123,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "vocab_size": 32768,
+        "sliding_window": None,
     },
     "mixtral-8x7b": {
         "model_type": "mixtral",
@@ -348,6 +349,38 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 44,
         "num_attention_heads": 64,
         "vocab_size": 50432,
+        "hidden_act": "gelu_fast",
+    },
+    "gpt-j-6b": {"model_type": "gptj"},
+    "gpt-neo-1.3b": {"model_type": "gpt_neo"},
+    "gpt-neo-2.7b": {
+        "model_type": "gpt_neo",
+        "hidden_size": 2560,
+        "num_layers": 32,
+        "num_heads": 20,
+        "attention_types": [[["global", "local"], 16]],
+    },
+    "bloom-560m": {"model_type": "bloom", "hidden_size": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 250880},
+    "bloom-7b1": {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880},
+    "mpt-7b": {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432},
+    "mpt-30b": {"model_type": "mpt", "d_model": 7168, "n_layers": 48, "n_heads": 64, "vocab_size": 50432},
+    "falcon-40b": {
+        "model_type": "falcon",
+        "hidden_size": 8192,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_kv_heads": 8,
+        "vocab_size": 65024,
+        "new_decoder_architecture": True,
+    },
+    "falcon-180b": {
+        "model_type": "falcon",
+        "hidden_size": 14848,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 232,
+        "num_kv_heads": 8,
+        "vocab_size": 65024,
+        "new_decoder_architecture": True,
     },
     "pythia-1.4b": {
         "model_type": "gpt_neox",
@@ -490,6 +523,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 24,
         "num_key_value_heads": 2,
         "vocab_size": 49152,
+        "sliding_window": 4096,
     },
     "starcoder2-7b": {
         "model_type": "starcoder2",
@@ -499,6 +533,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 36,
         "num_key_value_heads": 4,
         "vocab_size": 49152,
+        "sliding_window": 4096,
     },
     "starcoder2-15b": {
         "model_type": "starcoder2",
@@ -509,6 +544,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "vocab_size": 49152,
         "tie_word_embeddings": False,
+        "sliding_window": 4096,
     },
     "phi-3-mini": {
         "model_type": "phi3",
@@ -586,6 +622,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 131072,
+        "sliding_window": None,
     },
     "mistral-small-24b": {
         "model_type": "mistral",
@@ -596,6 +633,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 131072,
+        "sliding_window": None,
     },
     "phi-4": {
         "model_type": "phi3",

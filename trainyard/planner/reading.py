@@ -11,12 +11,13 @@ from trainyard.hardware import Instance, instance, instance_types
 from trainyard.planner.config_values import Config, NotCoveredError
 from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.families import (
-    caps_scores,
+    NARROW_SOFTMAX,
     config_from_source,
     own_config_from_source,
     shape_from_config,
     shape_from_source,
     with_positions,
+    writes_scores_out,
 )
 from trainyard.planner.layout import Layout, Recompute, ZeroSizes
 from trainyard.planner.shapes import ModelShape
@@ -249,7 +250,7 @@ def layout_of(
         zero_sizes=zero_sizes_of(parallelism),
         flash_attention=not is_eager,
         hopper_attention=job.model.attention == "flash_attention_3",
-        fp32_softmax=is_eager and model_type_of(job) != "gpt2",  # by transformers' modeling files
+        fp32_softmax=is_eager and model_type_of(job) not in NARROW_SOFTMAX,
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,
         keeps_average=job.training.optimizer.average_decay is not None,
@@ -321,10 +322,10 @@ def _is_eager(job: JobSpec) -> bool:
     if job.task != "causal_lm" or job.model.attention != "auto":
         return job.model.attention == "eager"
     if job.model.config is not None:
-        return caps_scores(job.model.config)
+        return writes_scores_out(job.model.config)
     assert job.model.source is not None
     try:
-        return caps_scores(config_from_source(job.model.source))
+        return writes_scores_out(config_from_source(job.model.source))
     except InputError:
         return False
 

@@ -40,6 +40,8 @@ class ModelShape:
     norm: Literal["rms", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
     """`rms_fp32`: its weight multiplies in fp32 too (Gemma, OLMo 2). `layer_fp32`: in fp32, without weights (OLMo).
     `layer_written_out`: in fp32, step by step, without bias (Cohere)."""
+    has_norm_biases: bool = True
+    """Of `layer` alone."""
     norms_per_layer: int = 2
     norms_after: bool = False
     """Norms are of what attention and feed-forward block give, before it is added, and not of what they read."""
@@ -49,13 +51,24 @@ class ModelShape:
     """A norm on all heads' queries, and one on all heads' keys."""
     fused_qkv: bool = False
     """Queries, keys and values come from one matrix."""
+    copies_keys: bool = False
+    """Keys and values are copied for every query head, whichever kernel reads them."""
+    wide_scores: bool = False
+    """Written-out attention reads its queries and keys in float32."""
+    adds_scores: bool = False
+    """Scores come out of one operation with their biases, which selective recomputation doesn't keep."""
+    alibi: bool = False
+    """Positions are biases of scores (ALiBi): queries and keys are not rotated."""
     copies_attention: bool = False
     """Queries come out of their rotation head by head, as where a part of them is not rotated: attention's result is
     copied before its output projection reads it."""
+    clips_qkv: bool = False
+    """Queries, keys and values are cut where they are too large, which keeps what they were."""
     parallel_residual: bool = False
     """Attention and feed-forward block read the same residual."""
     activation_tensors: int = 1
-    """Of a block that is not gated, what its activation function keeps: one, or more where it is written out."""
+    """Of a block that is not gated, what its activation function keeps beside its result: one, more where it is written
+    out, none where the result itself says enough (ReLU)."""
     dropout: bool = False
     """Attention and feed-forward block end in dropout when trained."""
     attention_dropout: bool = False
@@ -64,6 +77,8 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    embedding_norm: bool = False
+    """What the embedding gives passes a norm of its own."""
     learned_positions: int = 0
     """Rows of a learned position embedding."""
     head_products: int = 0
@@ -96,6 +111,8 @@ class ModelShape:
     mamba_state: int = 0
     """State dimensions of a Mamba head."""
     mamba_groups: int = 0
+    convolution: int = 4
+    """Positions that the convolution of a Mamba block or a delta rule reads."""
     encoder_layers: int = 0
     """Layers of the same sizes that run before (an encoder, a vision tower), without experts and vocabulary."""
     encoder_tokens: int = 0
@@ -179,10 +196,10 @@ class ModelShape:
 
     @cached_property
     def delta_params(self) -> int:
-        """One gated delta rule (arXiv:2412.06464): projections, convolution of 4, two numbers a head, and a norm."""
+        """One gated delta rule (arXiv:2412.06464): projections, convolution, two numbers a head, and a norm."""
         mixed = 2 * self.delta_key_width + self.delta_value_width
         products = self.hidden * (self.delta_projected + self.delta_value_width)
-        return products + 4 * mixed + 2 * self.delta_value_heads + self.delta_value_head_dim
+        return products + self.convolution * mixed + 2 * self.delta_value_heads + self.delta_value_head_dim
 
     @cached_property
     def mixing_params(self) -> float:
@@ -199,16 +216,16 @@ class ModelShape:
 
     @cached_property
     def mamba_params(self) -> int:
-        """One Mamba-2 block: projections in (gate, value, B, C, step) and out, convolution of 4, norm."""
+        """One Mamba-2 block: projections in (gate, value, B, C, step) and out, convolution, norm."""
         mixed = self.mamba_inner + 2 * self.mamba_groups * self.mamba_state
         projected = self.mamba_inner + mixed + self.mamba_heads
-        small = 5 * mixed + 3 * self.mamba_heads + self.mamba_inner
+        small = (self.convolution + 1) * mixed + 3 * self.mamba_heads + self.mamba_inner
         return self.hidden * (projected + self.mamba_inner) + small
 
     @cached_property
     def norm_params(self) -> int:
         """Parameters of one norm over `hidden`."""
-        return self.hidden * {"layer": 2, "layer_fp32": 0}.get(self.norm, 1)
+        return self.hidden * {"layer": 1 + self.has_norm_biases, "layer_fp32": 0}.get(self.norm, 1)
 
     @cached_property
     def attention_params(self) -> int:
@@ -236,13 +253,19 @@ class ModelShape:
         return self.hidden * (self.q_lora_rank + self.kv_lora_rank + self.rope_dim) if self.kv_lora_rank else 0
 
     def _latent_attention_params(self) -> int:
-        """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys of `head_dim` beside values."""
+        """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys of `head_dim` beside values.
+
+        Biases, if any, are of what goes to the latents and of the output projection.
+        """
         query_out = self.heads * (self.head_dim + self.rope_dim)
         query = self.hidden * query_out
         if self.q_lora_rank:
             query = self.q_lora_rank * (self.hidden + query_out + 1)
-        down = self.hidden * (self.kv_lora_rank + self.rope_dim) + self.kv_lora_rank
-        return query + down + self.kv_lora_rank * (self.query_dim + self.value_dim) + self.value_dim * self.hidden
+        latents = self.kv_lora_rank + self.rope_dim
+        down = self.hidden * latents + self.kv_lora_rank
+        biases = (self.q_lora_rank + latents) * self.qkv_bias + self.hidden * self.output_bias
+        up = self.kv_lora_rank * (self.query_dim + self.value_dim)
+        return query + down + up + self.value_dim * self.hidden + biases
 
     def mlp_params(self, width: int) -> int:
         """A feed-forward block of that width, with biases."""
@@ -275,8 +298,8 @@ class ModelShape:
 
     @cached_property
     def embedding_params(self) -> int:
-        """Token and learned position embeddings."""
-        return (self.vocab + self.learned_positions) * self.hidden
+        """Token and learned position embeddings, and their norm."""
+        return (self.vocab + self.learned_positions) * self.hidden + self.norm_params * self.embedding_norm
 
     @cached_property
     def head_params(self) -> int:

@@ -183,10 +183,11 @@ class TrainerLayers:
     @property
     def score_gradient_bytes(self) -> float:
         """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
-        comes to it and the one that it gives, both in fp32. What values were multiplied with has been let go."""
-        let_go = self.element if self.element < 4 else 0
+        comes to it and the one that it gives, both in its own type. What values were multiplied with has been let go,
+        where that is a copy."""
+        is_wide = self.layout.fp32_softmax and self.element < 4
         num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
-        return num_scores * (4 + 4 - let_go)
+        return num_scores * (4 + 4 - self.element if is_wide else 2 * self.element)
 
     @cached_property
     def attention_bytes(self) -> float:
@@ -238,6 +239,10 @@ class TrainerLayers:
         """Queries, keys, values, the output, a number a query and head, and masks of dropout."""
         shape, layout = self.shape, self.layout
         query, key = shape.query_dim, shape.kv_dim
+        is_read = not self.is_frozen or self._adapts(ATTENTION_OUTPUTS)
+        # A kernel keeps what it gave, which the output projection keeps too, unless it is copied in between; attention
+        # that is written out keeps no result.
+        output = float(query * (layout.flash_attention or is_read))
         if shape.kv_lora_rank:
             # Values are a view of one product with the keys' dimensions that have no position, which stays whole.
             width = 3.0 * query + 2.0 * shape.value_dim + 2.0 * shape.heads * shape.rope_dim
@@ -245,17 +250,20 @@ class TrainerLayers:
         elif layout.context > 1:
             # Keys and values of all ranks, repeated for every query head; the output in two pieces and put together.
             width = 3.0 * query + 2.0 * query * layout.context
-        elif shape.fused_qkv and not shape.learned_positions:
-            # One product whose values are a view of it; queries and keys rotated, so that the output has to be copied.
-            width = query + 2.0 * key + 2.0 * query + key
-            width += query * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
         else:
-            width = 2.0 * query + 2.0 * key
-            width += query * shape.copies_attention * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
+            width = query + 2.0 * key + output
+            if self._rotates_fused:
+                # Values are a view of one product; queries and keys are beside it, rotated.
+                width += query + key
+            width += query * (shape.copies_attention and layout.flash_attention and is_read)
+            if shape.wide_scores and not self.is_autocast:
+                width += (query + key) * (4 / self.element - 1)
+        if shape.clips_qkv:
+            width += query + 2.0 * key
         if shape.attention_gate:
             # The sigmoid, the result that it is multiplied with, and what the output projection reads.
-            width += query * (2 if not self.is_frozen or self._adapts(ATTENTION_OUTPUTS) else 1)
-        if not (layout.flash_attention or shape.kv_lora_rank):
+            width += query * (2 if is_read else 1)
+        if shape.copies_keys or not (layout.flash_attention or shape.kv_lora_rank):
             width += 2.0 * (query - key)  # written out, each query head has its own copy of its keys and values
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             width += (query + key) * self._score_norm_bytes / self.element
@@ -267,6 +275,13 @@ class TrainerLayers:
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
 
     @property
+    def _rotates_fused(self) -> bool:
+        """Whether rotated queries and keys stand beside the one product that they are parts of."""
+        shape = self.shape
+        is_rotated = not (shape.learned_positions or shape.alibi)
+        return shape.fused_qkv and is_rotated and not (shape.copies_keys or shape.wide_scores)
+
+    @property
     def _score_norm_bytes(self) -> int:
         """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to."""
         if self.is_frozen:
@@ -276,8 +291,11 @@ class TrainerLayers:
     @property
     def _score_bytes(self) -> float:
         """Kept of one score where attention is written out: the softmax, in fp32 and as values are multiplied with it,
-        and of capped ones the tanh."""
-        kept = self.element + (4 if self.layout.fp32_softmax and self.element < 4 else 0)
+        and of capped ones the tanh. Dropout has a mask of a byte, and what it left where that is no copy anyway."""
+        is_copied = self.layout.fp32_softmax and self.element < 4
+        kept = self.element + 4 * is_copied
+        if self.shape.attention_dropout:
+            kept += 1 + self.element * (not is_copied)
         return kept + self.element * self.shape.has_capped_scores
 
     @property
@@ -359,8 +377,9 @@ class TrainerLayers:
 
     def _block_bytes(self, width: int) -> float:
         """Gated: gate, up, activated gate and product. Else what the activation function keeps, and its output."""
-        tensors = 3.0 if self.shape.gated_mlp else float(self.shape.activation_tensors)
-        tensors += not self.is_frozen or self._adapts(MLP_OUTPUTS)
+        tensors = float(self.shape.activation_tensors + 2 * self.shape.gated_mlp)
+        # The result, for the next product's weight; or for the activation's own gradient.
+        tensors += not self.is_frozen or self._adapts(MLP_OUTPUTS) or tensors == 0
         return self.tokens * self.element * width * tensors / self.layout.tensor
 
     @cached_property
@@ -408,8 +427,10 @@ class TrainerLayers:
         # A kernel that drops scores is run again, with the same numbers: its result isn't kept.
         is_kept = not (shape.attention_dropout and layout.flash_attention)
         scored = qkv + shape.query_dim * shape.attention_gate + shape.value_dim * is_kept
-        if not layout.flash_attention:
-            scored += shape.heads * layout.sequence_length  # scores are a product's result too
+        if not (layout.flash_attention or shape.adds_scores):
+            # Scores are a product's result too.
+            wide = 4 / self.element if shape.wide_scores and not self.is_autocast else 1
+            scored += shape.heads * layout.sequence_length * wide
         mixing = self.element * scored + 4 * shape.heads * is_kept
         if shape.delta_layers:
             share = shape.delta_layers / shape.layers
