@@ -43,6 +43,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENTS, "n_routed_experts": 6, "n_shared_experts": 2},
     "glm4_moe_lite-direct": {**LATENTS, "n_routed_experts": 6, "q_lora_rank": None, "first_k_dense_replace": 2},
     "glm4_moe_lite-listed": {**LATENTS, "n_routed_experts": 6, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    "llama4_text": {"num_local_experts": 6, "intermediate_size_mlp": 80},
+    "llama4_text-in-turn": {
+        **{"num_local_experts": 6, "interleave_moe_layer_step": 2, "num_hidden_layers": 5, "attention_bias": True},
+        **{"head_dim": 24, "tie_word_embeddings": True},
+    },
+    "llama4_text-listed": {"num_local_experts": 6, "moe_layers": [0, 2]},
     "phimoe": {},
     "phimoe-biased": {"attention_bias": True, "lm_head_bias": True, "head_dim": 24},
     "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": [2, 2, 2], "head_dim": 16},
@@ -124,9 +130,21 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type: str, 
     shape = shape_from_config(config)
     assert shape.params == real_parameters(config)
     real = AutoConfig.for_model(model_type)
-    chosen = getattr(real, "num_experts_per_tok", None)
+    # Of Llama 4's experts all compute all tokens.
+    chosen = real.num_local_experts if model_type == "llama4_text" else getattr(real, "num_experts_per_tok", None)
     assert shape.experts_per_token == chosen
     assert shape.kv_heads == real.num_key_value_heads
+
+
+def test_chunks_are_seen_as_windows_of_half_their_length() -> None:
+    config = {"model_type": "llama4_text", "num_hidden_layers": 8}
+    shape = shape_from_config(config)
+    assert (shape.windowed_layers, shape.attention_window) == (6, 4096)
+    assert shape.mean_span(8192) == 8192, "a chunk's own causal half is counted by whoever halves"
+    assert shape.mean_span(32768) == pytest.approx((6 * 8192 + 2 * 32768) / 8)
+    assert shape_from_config(config | {"no_rope_layers": [1, 0] * 4}).windowed_layers == 4
+    assert shape_from_config(config | {"layer_types": ["full_attention"] * 8}).windowed_layers == 0
+    assert shape_from_config(config | {"attention_chunk_size": None}).attention_window == 0
 
 
 @pytest.mark.parametrize(

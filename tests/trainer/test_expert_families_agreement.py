@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 32},
     "granitemoeshared": {"num_local_experts": 32, "shared_intermediate_size": 1536},
     "hunyuan_v1_moe": {"num_experts": 32, "moe_topk": 4},
+    "llama4_text": {"num_local_experts": 8, "intermediate_size_mlp": 6144},
     "minimax_m2": {"num_local_experts": 32},
     "olmoe": {"num_experts": 32, "clip_qkv": 8.0},
     "phimoe": {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},

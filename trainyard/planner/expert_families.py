@@ -400,6 +400,56 @@ def _cohere2_moe(config: Config) -> ModelShape:
     )
 
 
+LLAMA4_DEFAULTS = {
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 48,
+    "intermediate_size": 16384,
+    "vocab_size": 202048,
+    "head_dim": 128,
+}
+
+
+def _llama4(config: Config) -> ModelShape:
+    """Of transformers' code every expert computes every token, times its score, which is 0 where it was not chosen: so
+    they are counted, in memory and time."""
+    sizes = common_sizes({**config, "intermediate_size": config.get("intermediate_size_mlp")}, LLAMA4_DEFAULTS)
+    layers, expert = sizes["layers"], number(config, 8192, "intermediate_size")
+    experts = number(config, 16, "num_local_experts")
+    with_experts = listed(config, "moe_layers")
+    if with_experts is None:
+        sparse = layers // max(number(config, 1, "interleave_moe_layer_step"), 1)
+    else:
+        sparse = sum(index in with_experts for index in range(layers))
+    return ModelShape(
+        **sizes,
+        **four_biases(config),
+        **_chunks(config, layers),
+        normalizes_scores=bool(config.get("use_qk_norm", True)),
+        # The model calls its base by another name than it has: the trainer finds no head that a loss could be in.
+        logits="scaled",
+        experts=experts,
+        experts_per_token=experts,
+        batches_experts=True,
+        moe_ffn=expert,
+        shared_ffn=expert,
+        dense_layers=layers - sparse,
+    )
+
+
+def _chunks(config: Config, layers: int) -> dict[str, Any]:
+    """Layers that see no further back than where their chunk begins: of half a chunk, the mean, as a window has all."""
+    chunk = config.get("attention_chunk_size", 8192)
+    size = 0 if chunk is None else number({"attention_chunk_size": chunk}, None, "attention_chunk_size")
+    kinds, rotated = listed(config, "layer_types"), listed(config, "no_rope_layers")
+    if kinds is not None:
+        return windows(size // 2, kinds.count("chunked_attention"))
+    if rotated:
+        return windows(size // 2, sum(bool(kind) for kind in rotated))
+    return windows(size // 2, layers - layers // max(number(config, 4, "no_rope_layer_interval"), 1))
+
+
 EXPERT_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
     "afmoe": _afmoe,
     "cohere2_moe": _cohere2_moe,
@@ -413,6 +463,7 @@ EXPERT_READERS: Mapping[str, Callable[[Config], ModelShape]] = {
     "granitemoeshared": _granitemoeshared,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
     "hy_v3": _hy_v3,
+    "llama4_text": _llama4,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
     "phimoe": _phimoe,

@@ -31,6 +31,8 @@ class ModelShape:
     """The shared expert's output is scaled by a gate of `hidden` parameters."""
     shared_first: bool = False
     """The shared expert runs before the routed ones, so that theirs is differentiated while its own is all there."""
+    batches_experts: bool = False
+    """All experts compute all that they are given in one batched product, as nothing chooses (Llama 4)."""
     wide_router: bool = False
     """The router reads its tokens in float32, and keeps that copy."""
     router_bias: bool = False
@@ -49,6 +51,8 @@ class ModelShape:
     """A norm of head_dim on queries and keys."""
     qk_norm_whole: bool = False
     """A norm on all heads' queries, and one on all heads' keys."""
+    normalizes_scores: bool = False
+    """Queries and keys are normalized, without weights."""
     fused_qkv: bool = False
     """Queries, keys and values come from one matrix."""
     copies_keys: bool = False

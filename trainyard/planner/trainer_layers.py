@@ -1,7 +1,7 @@
 """What a layer and the head of a model leave in memory when our own trainer runs Hugging Face's code, line by line.
 
 Other frameworks' layers are in `activations`. Here each tensor that autograd keeps has its term, so that closed form
-and dry run can be held against each other tensor by tensor (docs/planner.md has the table); neither uses the other's
+and dry run can be held against each other tensor by tensor (docs/dry_run.md has the table); neither uses the other's
 code. All in bytes of one micro-batch. "Whole" tensors are not split by tensor parallelism, whose regions gather what
 they read.
 """
@@ -267,6 +267,8 @@ class TrainerLayers:
             width += 2.0 * (query - key)  # written out, each query head has its own copy of its keys and values
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             width += (query + key) * self._score_norm_bytes / self.element
+        if shape.normalizes_scores:
+            width += (query + key) * 4.0 / self.element  # in float32
         statistics = 4.0 * shape.heads
         scores = 0.0
         if not layout.flash_attention:
@@ -403,18 +405,28 @@ class TrainerLayers:
     @cached_property
     def kept_bytes(self) -> float:
         """What a layer keeps until its backward pass begins, with the layout's recomputation; the mean over layers."""
-        return self._kept(self.whole_bytes, self._width)
+        return self._kept(self.whole_bytes, self._width, self.shape.moe_layers / self.shape.layers)
 
     @property
     def kept_routed_bytes(self) -> float:
         """The same of a layer with experts."""
-        return self._kept(self.whole_routed_bytes, self.shape.shared_ffn)
+        return self._kept(self.whole_routed_bytes, self.shape.shared_ffn, 1.0)
 
-    def _kept(self, whole: float, width: float) -> float:
+    def _kept(self, whole: float, width: float, routed: float) -> float:
+        """`routed`: the share of layers with experts."""
         recompute = self.layout.recompute
         if recompute == "none":
             return whole
-        return self.input_bytes + (self._selected_bytes(width) if recompute == "selective" else 0.0)
+        if recompute == "full":
+            return self.input_bytes
+        return self.input_bytes + self._selected_bytes(width) + routed * self._batched_bytes
+
+    @property
+    def _batched_bytes(self) -> float:
+        """Selective recomputation: results of experts' products, where they are batched ones."""
+        if not self.shape.batches_experts:
+            return 0.0
+        return (2 if self.shape.gated_mlp else 1) * self.expert_product_bytes + self.rows_bytes
 
     def _selected_bytes(self, width: float) -> float:
         """Selective recomputation: results of products but the last, and of attention; experts' are made again."""

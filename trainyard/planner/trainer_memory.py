@@ -196,8 +196,10 @@ class _Step:
         gradients = self._own_gradients(number)
         before = self._unit(number - 1) if number else 0.0
         whole = layers.whole_routed_bytes
+        # Batched experts' results are added up as they are: their gradient, and that of their product.
+        weighing = 2.0 if self._shape.batches_experts else WEIGHING
         yield self._moment(
-            others + whole + above + WEIGHING * layers.rows_bytes,
+            others + whole + above + weighing * layers.rows_bytes,
             self._weights_and_gradients(number, 0.0, before),
             0.0,
             gradients,
