@@ -121,6 +121,16 @@ def test_windows_count_by_the_layers_that_have_them() -> None:
     assert shape_from_config(config | {"sliding_window_pattern": 3}).windowed_layers == 8
 
 
+def test_of_a_list_for_more_layers_the_first_entries_count() -> None:
+    """A model cut down to fewer layers, as transformers reads it."""
+    rotated = [1, 1, 1, 0, 1, 0, 1, 1, *[0] * 28]
+    stated = {"num_hidden_layers": 8, "no_rope_layers": rotated, "use_sliding_window": True, "sliding_window": 96}
+    real = AutoConfig.for_model("smollm3", **stated)
+    shape = shape_from_config({"model_type": "smollm3", **stated})
+    assert shape.windowed_layers == real.layer_types.count("sliding_attention") == 2
+    assert shape.mean_span(8192) == pytest.approx((2 * 192 + 6 * 8192) / 8)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -130,7 +140,8 @@ def test_windows_count_by_the_layers_that_have_them() -> None:
             {"model_type": "helium", "head_dim": 100},
             r"must be as wide together as hidden_size, 2560 \(given: 20 of 100\)",
         ),
-        ({"model_type": "olmo3", "layer_types": ["full_attention"]}, "must name a type for each of 32 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, r"at least one entry for each of 36 layers \(given: 2\)"),
+        ({"model_type": "olmo3", "layer_types": ["full_attention"]}, "must have one entry for each of 32 layers"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(config: dict[str, Any], words: str) -> None:

@@ -48,6 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 6, "interleave_moe_layer_step": 2, "num_hidden_layers": 5, "attention_bias": True},
         **{"head_dim": 24, "tie_word_embeddings": True},
     },
+    "llama4_text-without": {"num_local_experts": 0, "moe_layers": [], "intermediate_size_mlp": 80},
     "llama4_text-listed": {"num_local_experts": 6, "moe_layers": [0, 2]},
     "phimoe": {},
     "phimoe-biased": {"attention_bias": True, "lm_head_bias": True, "head_dim": 24},
@@ -144,12 +145,28 @@ def test_chunks_are_seen_as_windows_of_half_their_length() -> None:
     assert shape.mean_span(32768) == pytest.approx((6 * 8192 + 2 * 32768) / 8)
     assert shape_from_config(config | {"no_rope_layers": [1, 0] * 4}).windowed_layers == 4
     assert shape_from_config(config | {"layer_types": ["full_attention"] * 8}).windowed_layers == 0
+    assert shape_from_config(config | {"no_rope_layers": []}).windowed_layers == 6
+    listed = {"layer_types": ["chunked_attention"] * 8, "no_rope_layers": [1] * 48}
+    assert shape_from_config(config | listed).windowed_layers == 8, "of two lists that of types counts"
     assert shape_from_config(config | {"attention_chunk_size": None}).attention_window == 0
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (
+            {"model_type": "llama4_text", "num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 48},
+            r"layer_types: must have one entry for each of 4 layers \(given: 48\)",
+        ),
+        (
+            {"model_type": "llama4_text", "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0] * 12},
+            r"no_rope_layers: must have one entry for each of 4 layers \(given: 48\)",
+        ),
+        ({"model_type": "llama4_text", "num_local_experts": 0}, r"num_local_experts: must be at least 1 \(given: 0\)"),
+        (
+            {"model_type": "hunyuan_v1_moe", "head_dim": 128, "num_experts": []},
+            r"num_experts: must have one entry for each layer \(given: 0\)",
+        ),
         ({"model_type": "dots1"}, "model.config: n_routed_experts is missing"),
         ({"model_type": "hunyuan_v1_moe", "num_experts": 4}, "model.config: head_dim is missing"),
         (

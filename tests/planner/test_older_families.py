@@ -91,6 +91,13 @@ def test_gpt_neos_local_layers_are_windows() -> None:
     assert shape_from_config({"model_type": "gpt_neo"}).windowed_layers == 12
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "falcon"])
+def test_an_old_name_that_says_nothing_leaves_the_width_to_the_common_one(model_type: str) -> None:
+    config = {"model_type": model_type, **NARROW, **NEW, "hidden_size": 1024}
+    assert shape_from_config(config | {"n_embed": None}).hidden == 1024
+    assert shape_from_config(config | {"n_embed": 512}).hidden == 512
+
+
 @pytest.mark.parametrize("model_type", sorted(LEARNED_POSITIONS))
 def test_tables_of_positions_are_as_long_as_by_default(model_type: str) -> None:
     from transformers import AutoConfig
@@ -102,13 +109,21 @@ def test_tables_of_positions_are_as_long_as_by_default(model_type: str) -> None:
     ("config", "words"),
     [
         ({"model_type": "gpt_neo", **NARROW}, "must name a kind for each of 5 layers"),
-        ({"model_type": "gpt_neo", "attention_types": ["local"]}, r"must be a list of \[kinds, how often\]"),
+        ({"model_type": "gpt_neo", "attention_types": ["local"]}, r"must be a list of \[kinds .*, how often\]"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], None]]}, r"how often\] \(given: .*None"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], -24]]}, r"how often\] \(given: .*-24"),
+        ({"model_type": "gpt_neo", "attention_types": [[["near"], 24]]}, r"kinds \(global or local\)"),
+        (
+            {"model_type": "gpt_neo", "attention_types": [[["global"], 10**15]]},
+            rf"a kind for each of 24 layers \(given: {10**15}\)",
+        ),
         ({"model_type": "mpt", "attn_config": "flash"}, "attn_config: must be a mapping"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as caught:
         shape_from_config(config)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from trainyard.planner.dense_families import DENSE_READERS
 from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.planner.families import (
     FAMILIES,
+    checked,
     known_name,
     shape_from_config,
     shape_from_source,
@@ -214,6 +215,12 @@ def test_impossible_models_are_refused(config: dict[str, Any], words: str) -> No
     with pytest.raises(InputError, match=words) as caught:
         shape_from_config(config)
     assert "\n" not in str(caught.value)
+
+
+def test_no_more_layers_than_there_are_see_a_window() -> None:
+    shape = dataclasses.replace(shape_of_known("llama-2-7b"), attention_window=4096, windowed_layers=33)
+    with pytest.raises(InputError, match=r"windowed_layers must be at most the model's 32 layers \(given: 33\)"):
+        checked(shape)
 
 
 def test_a_config_that_nobody_can_read_is_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

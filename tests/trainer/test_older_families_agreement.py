@@ -30,9 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _agreement(name: str, *, attention: str = "auto", recompute: str = "none") -> Any:
-    config = {"model_type": name.partition("-")[0], **MODELS[name]}
-    return agreement(config, attention=attention, activation_checkpointing=recompute)
+def _agreement(
+    name: str,
+    layout: dict[str, Any] | None = None,
+    *,
+    attention: str = "auto",
+    recompute: str = "none",
+    stated: dict[str, Any] | None = None,
+) -> Any:
+    config = {"model_type": name.partition("-")[0], **MODELS[name], **(stated or {})}
+    return agreement(config, layout, attention=attention, activation_checkpointing=recompute)
 
 
 def _moving(found: Any) -> tuple[float, float]:
@@ -53,9 +60,22 @@ def test_closed_form_and_trace_agree(name: str) -> None:
     assert found.planned["buffers"] == pytest.approx(found.traced["buffers"], rel=STATIC)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_so_they_do_where_a_job_asks_for_attention_that_is_written_out(name: str) -> None:
-    planned, traced = _moving(_agreement(name, attention="eager"))
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        *((name, {}) for name in ("falcon", "falcon-in-turn", "gpt2", "opt")),
+        # It drops none, whatever it states.
+        ("falcon", {"attention_dropout": 0.1}),
+    ],
+)
+def test_so_they_do_where_a_job_asks_for_attention_that_is_written_out(name: str, stated: dict[str, Any]) -> None:
+    planned, traced = _moving(_agreement(name, attention="eager", stated=stated))
+    assert planned == pytest.approx(traced, rel=ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt2"])
+def test_so_they_do_where_autocast_widens_a_softmax_that_the_model_has_narrow(name: str) -> None:
+    planned, traced = _moving(_agreement(name, {"data_replicate": 8}, attention="eager"))
     assert planned == pytest.approx(traced, rel=ACTIVATIONS)
 
 

@@ -86,7 +86,13 @@ def _smollm3_windows(config: Config, layers: int) -> dict[str, Any]:
     def unrotated() -> int:
         rotated = listed(config, "no_rope_layers")
         if rotated is not None:
-            return sum(not kind for kind in rotated)
+            if len(rotated) < layers:
+                raise InputError(
+                    f"model.config.no_rope_layers: must have at least one entry for each of {layers} layers "
+                    f"(given: {len(rotated)})"
+                )
+            # A model cut down to fewer layers still lists them all: transformers reads the first ones.
+            return sum(not kind for kind in rotated[:layers])
         return layers // max(number(config, 4, "no_rope_layer_interval"), 1)
 
     window = window_of(config) if config.get("use_sliding_window", False) else 0

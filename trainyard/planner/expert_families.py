@@ -15,6 +15,7 @@ from trainyard.planner.family_parts import (
     latents,
     listed_windows,
     must_fill_hidden,
+    one_per_layer,
     patterned_windows,
     routed,
     window_of,
@@ -196,6 +197,8 @@ def _one_for_all(config: Config, default: int, *names: str) -> int:
     found = config.get(name)
     if not isinstance(found, list | tuple):
         return number(config, default, name)
+    if not found:
+        raise InputError(f"model.config.{name}: must have one entry for each layer (given: 0)")
     if len(set(map(str, found))) != 1:
         raise NotCoveredError(f"model.config.{name}: layers of different sizes are not covered (given: {found!r})")
     return number({name: found[0]}, default, name)
@@ -291,7 +294,7 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
     is_last = config.get("moe_layer_end_index", -1) == -1
     last = layers - 1 if is_last else number(config, layers - 1, "moe_layer_end_index")
     step = max(number(config, 1, "moe_layer_interval"), 1)
-    routed = sum(first <= index <= last and (index + 1) % step == 0 for index in range(layers))
+    sparse = sum(first <= index <= last and (index + 1) % step == 0 for index in range(layers))
     return ModelShape(
         **sizes,
         experts=number(config, 64, "num_experts", "moe_num_experts"),
@@ -299,7 +302,7 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
         moe_ffn=expert,
         shared_ffn=expert * number(config, 2, "moe_num_shared_experts"),
         shared_first=True,
-        dense_layers=layers - routed,
+        dense_layers=layers - sparse,
         wide_router=True,
         router_bias=True,
     )
@@ -378,13 +381,14 @@ COHERE2_MOE_DEFAULTS = {
 def _cohere2_moe(config: Config) -> ModelShape:
     """Command's experts: one norm for attention and feed-forward block, which may be an RMS norm."""
     sizes = common_sizes({"tie_word_embeddings": True, **config}, COHERE2_MOE_DEFAULTS)
-    layers, expert = sizes["layers"], sizes["ffn"]
+    layers: int = sizes["layers"]
+    expert: int = sizes["ffn"]
     dense = min(number(config, 0, "first_k_dense_replace"), layers)
 
     def unlisted() -> int:
         first = max(number(config, 1, "prefix_dense_sliding_window_pattern"), 1)
         rest = max(number(config, 4, "sliding_window_pattern"), 1)
-        return int(layers - dense // first - (layers - dense) // rest)
+        return layers - dense // first - (layers - dense) // rest
 
     return ModelShape(
         **{**sizes, "ffn": number(config, expert, "prefix_dense_intermediate_size")},
@@ -422,6 +426,9 @@ def _llama4(config: Config) -> ModelShape:
         sparse = layers // max(number(config, 1, "interleave_moe_layer_step"), 1)
     else:
         sparse = sum(index in with_experts for index in range(layers))
+    if sparse and not experts:
+        # With none a shape is dense: nothing else would refuse it.
+        raise InputError("model.config.num_local_experts: must be at least 1 (given: 0)")
     return ModelShape(
         **sizes,
         **four_biases(config),
@@ -442,10 +449,11 @@ def _chunks(config: Config, layers: int) -> dict[str, Any]:
     """Layers that see no further back than where their chunk begins: of half a chunk, the mean, as a window has all."""
     chunk = config.get("attention_chunk_size", 8192)
     size = 0 if chunk is None else number({"attention_chunk_size": chunk}, None, "attention_chunk_size")
-    kinds, rotated = listed(config, "layer_types"), listed(config, "no_rope_layers")
+    kinds = one_per_layer(config, "layer_types", layers)
     if kinds is not None:
         return windows(size // 2, kinds.count("chunked_attention"))
-    if rotated:
+    # An empty list says nothing; of another transformers makes the types, one an entry.
+    if config.get("no_rope_layers") and (rotated := one_per_layer(config, "no_rope_layers", layers)):
         return windows(size // 2, sum(bool(kind) for kind in rotated))
     return windows(size // 2, layers - layers // max(number(config, 4, "no_rope_layer_interval"), 1))
 

@@ -27,6 +27,7 @@ from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.planner.family_parts import (
     EXPERT_NAMES,
     LLAMA_LIKE,
+    LOCAL_EXPERT_NAMES,
     activation_tensors,
     first_dense,
     four_biases,
@@ -63,9 +64,7 @@ def _mixtral(config: Config) -> ModelShape:
     sizes = common_sizes(config, {**LLAMA_LIKE, "intermediate_size": 14336, "num_key_value_heads": 8})
     return ModelShape(
         **sizes,
-        **routed(
-            config, width=sizes["ffn"], experts=8, per_token=2, experts_names=("num_experts", "num_local_experts")
-        ),
+        **routed(config, width=sizes["ffn"], experts=8, per_token=2, experts_names=LOCAL_EXPERT_NAMES),
         **windows(window_of(config), sizes["layers"]),
     )
 
@@ -179,7 +178,7 @@ def _gemma2(config: Config) -> ModelShape:
 WRITTEN_OUT = frozenset({"bloom", "codegen", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"})
 """Model types whose attention transformers writes out: it gives them to none of torch's kernels (`_supports_sdpa`)."""
 
-NARROW_SOFTMAX = frozenset({"gpt2", "gpt_oss"})
+NARROW_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_oss"})
 """Model types whose attention, where it is written out, has its softmax in the type of what it reads."""
 
 
@@ -292,9 +291,7 @@ def _gpt_oss(config: Config) -> ModelShape:
     return ModelShape(
         **sizes,
         **four_biases(config, default=True),
-        **routed(
-            config, width=sizes["ffn"], experts=128, per_token=4, experts_names=("num_experts", "num_local_experts")
-        ),
+        **routed(config, width=sizes["ffn"], experts=128, per_token=4, experts_names=LOCAL_EXPERT_NAMES),
         **patterned_windows(config, sizes["layers"], every=2, window=128),
         mlp_bias=True,
         # Of each expert also the cut gate, its sigmoid, their product, and one more than the cut input.
@@ -415,10 +412,18 @@ ATTENTION_DROPOUT = {
 }
 """Model type -> its own name for the share of scores that are dropped, and how many are where nobody says."""
 
+KEEPS_SCORES = frozenset({"ernie4_5", "ernie4_5_moe", "falcon"})
+"""Model types that drop no scores whatever they state: Falcon does with ALiBi alone, which isn't covered."""
+
 
 def _drops_attention(config: Config) -> bool:
     """Whether the model drops scores in training."""
-    name, default = ATTENTION_DROPOUT.get(str(config.get("model_type")), ("attention_dropout", 0.0))
+    model_type = str(config.get("model_type"))
+    if model_type in KEEPS_SCORES:
+        return False
+    if model_type == "mpt":
+        return bool((config.get("attn_config") or {}).get("attn_pdrop"))
+    name, default = ATTENTION_DROPOUT.get(model_type, ("attention_dropout", 0.0))
     return bool(config.get(name, default))
 
 
@@ -443,6 +448,10 @@ def checked(shape: ModelShape) -> ModelShape:
     if shape.dense_layers > shape.layers or shape.moe_layers < 0:
         raise InputError(
             f"model: dense_layers must be at most the model's {shape.layers} layers (given: {shape.dense_layers})"
+        )
+    if shape.windowed_layers > shape.layers:
+        raise InputError(
+            f"model: windowed_layers must be at most the model's {shape.layers} layers (given: {shape.windowed_layers})"
         )
     if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
         raise InputError(

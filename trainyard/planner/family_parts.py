@@ -47,13 +47,19 @@ def windows(window: int, windowed: int) -> dict[str, Any]:
     return {"attention_window": window, "windowed_layers": windowed} if window and windowed else {}
 
 
+def one_per_layer(config: Config, name: str, layers: int) -> list[Any] | None:
+    """What a configuration lists layer by layer; None where it says nothing."""
+    found = listed(config, name)
+    if found is not None and len(found) != layers:
+        raise InputError(f"model.config.{name}: must have one entry for each of {layers} layers (given: {len(found)})")
+    return found
+
+
 def listed_windows(config: Config, layers: int, window: int, *, unlisted: Callable[[], int]) -> dict[str, Any]:
     """Layers as layer_types lists them; where it says nothing, so many as `unlisted` answers see a window."""
-    kinds = listed(config, "layer_types")
+    kinds = one_per_layer(config, "layer_types", layers)
     if kinds is None:
         return windows(window, unlisted())
-    if len(kinds) != layers:
-        raise InputError(f"model.config.layer_types: must name a type for each of {layers} layers (given: {kinds!r})")
     return windows(window, kinds.count("sliding_attention"))
 
 

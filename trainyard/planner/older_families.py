@@ -108,16 +108,26 @@ def _gptj(config: Config) -> ModelShape:
 def _local_layers(config: Config, layers: int) -> int:
     """Of GPT-Neo's layers those that see a window: attention_types lists kinds, and how often they come in a row."""
     stated = listed(config, "attention_types")
-    kinds: list[Any] = []
+    named = local = 0
     for run in [[["global", "local"], 12]] if stated is None else stated:
-        if not isinstance(run, list | tuple) or len(run) != 2 or not isinstance(run[0], list | tuple):
-            raise InputError(f"model.config.attention_types: must be a list of [kinds, how often] (given: {stated!r})")
-        kinds += list(run[0]) * number({"attention_types": run[1]}, None, "attention_types")
-    if len(kinds) != layers:
-        raise InputError(
-            f"model.config.attention_types: must name a kind for each of {layers} layers (given: {len(kinds)})"
-        )
-    return kinds.count("local")
+        kinds, times = _run_of_layers(run)
+        # Counted and not spelt out: whatever number stands there costs nothing.
+        named += len(kinds) * times
+        local += kinds.count("local") * times
+    if named != layers:
+        raise InputError(f"model.config.attention_types: must name a kind for each of {layers} layers (given: {named})")
+    return local
+
+
+def _run_of_layers(run: Any) -> tuple[list[Any], int]:
+    if isinstance(run, list | tuple) and len(run) == 2:
+        kinds, times = run
+        is_count = isinstance(times, int) and not isinstance(times, bool) and times >= 0
+        if is_count and isinstance(kinds, list | tuple) and all(kind in ("global", "local") for kind in kinds):
+            return list(kinds), times
+    raise InputError(
+        f"model.config.attention_types: must be a list of [kinds (global or local), how often] (given: {run!r})"
+    )
 
 
 def _gpt_neo(config: Config) -> ModelShape:
@@ -138,7 +148,7 @@ def _gpt_neo(config: Config) -> ModelShape:
 
 def _bloom(config: Config) -> ModelShape:
     """Its embedding has a norm; n_embed is an old name for hidden_size, which transformers takes first."""
-    renamed = {**config, "hidden_size": config.get("n_embed", config.get("hidden_size")), "n_inner": None}
+    renamed = {**config, "hidden_size": number(config, 64, "n_embed", "hidden_size"), "n_inner": None}
     return ModelShape(
         **_older_sizes(renamed, hidden=64, layers=2, heads=8, vocab=250880, tied=True),
         qkv_bias=True,
@@ -182,7 +192,7 @@ def _falcon(config: Config) -> ModelShape:
             "reaches torch's attention as it is, which no fused kernel takes"
         )
     named = {**config, "n_inner": config.get("ffn_hidden_size")}
-    named["hidden_size"] = config.get("n_embed", config.get("hidden_size"))
+    named["hidden_size"] = number(config, 4544, "n_embed", "hidden_size")
     sizes = _older_sizes(named, hidden=4544, layers=32, heads=71, vocab=65024, tied=True)
     if is_new:
         sizes["kv_heads"] = number(config, sizes["heads"], "num_kv_heads")

@@ -185,9 +185,8 @@ class TrainerLayers:
         """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
         comes to it and the one that it gives, both in its own type. What values were multiplied with has been let go,
         where that is a copy."""
-        is_wide = self.layout.fp32_softmax and self.element < 4
         num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
-        return num_scores * (4 + 4 - self.element if is_wide else 2 * self.element)
+        return num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
 
     @cached_property
     def attention_bytes(self) -> float:
@@ -291,13 +290,18 @@ class TrainerLayers:
         return 4 + (4 if self.shape.norm == "rms_fp32" else self.element)
 
     @property
+    def _widens_softmax(self) -> bool:
+        """Whether a written-out softmax is in fp32 beside narrower products: as the model has it, or as autocast has
+        every softmax."""
+        return (self.layout.fp32_softmax or self.is_autocast) and self.element < 4
+
+    @property
     def _score_bytes(self) -> float:
         """Kept of one score where attention is written out: the softmax, in fp32 and as values are multiplied with it,
         and of capped ones the tanh. Dropout has a mask of a byte, and what it left where that is no copy anyway."""
-        is_copied = self.layout.fp32_softmax and self.element < 4
-        kept = self.element + 4 * is_copied
+        kept = self.element + 4 * self._widens_softmax
         if self.shape.attention_dropout:
-            kept += 1 + self.element * (not is_copied)
+            kept += 1 + self.element * (not self._widens_softmax)
         return kept + self.element * self.shape.has_capped_scores
 
     @property
