@@ -1,7 +1,7 @@
 """How far the planner's closed forms and the dry run's traces lie apart: the example jobs, and a few layers of others.
 
     python benchmarks/planner_dry_run.py [NAME ...]           trace these (default: all, 7 to 30 minutes of a core)
-    python benchmarks/planner_dry_run.py [NAME ...] --write   put their rows into docs/planner.md, between its marks
+    python benchmarks/planner_dry_run.py [NAME ...] --write   put their rows into docs/dry_run.md, between its marks
 
 Needs the trainer's torch (scripts/setup), no GPU. tests/trainer/test_dry_run_agreement.py holds the limits.
 """
@@ -23,7 +23,7 @@ from trainyard.cli.dry_running import STATE, compared, known_configuration, plan
 from trainyard.planner import resolve  # noqa: E402
 from trainyard.spec.job import AdapterSpec, JobSpec, load_job  # noqa: E402
 
-PAGE = ROOT / "docs" / "planner.md"
+PAGE = ROOT / "docs" / "dry_run.md"
 BEGIN, END = "<!-- agreement: written by benchmarks/planner_dry_run.py -->", "<!-- end of agreement -->"
 
 SEVEN_BILLION: dict[str, Any] = {

@@ -1,8 +1,9 @@
 """How wrong the planner is on published runs that nobody here had seen when its formulas and constants were made.
 
-    python benchmarks/planner_unseen.py [--rows FILE] [--dump FILE] [--as-first-read]
+    python benchmarks/planner_unseen.py [--rows FILE ...] [--dump FILE] [--as-first-read]
 
-FILE (benchmarks/data/planner_unseen.csv) has a line per published figure: where it stands, what the page says, the
+A FILE (benchmarks/data/planner_unseen.csv, and planner_unseen_2.csv, which was written down when all that the first one
+taught was known) has a line per published figure: where it stands, what the page says, the
 request as `trainyard predict --jsonl` reads it, and the figure. No constant is fitted to these lines, and nothing is
 inferred from a source: what a page doesn't say is not in the request. `restated` is what was added after the first
 prediction, because the planner could not be told it then or the first reading had left it out; --as-first-read
@@ -22,7 +23,8 @@ from planner_accuracy import Answer, Score, answer, fits_line, line
 
 from trainyard.planner.predict import understand
 
-ROWS = Path(__file__).resolve().parent / "data" / "planner_unseen.csv"
+DATA = Path(__file__).resolve().parent / "data"
+ROWS = (DATA / "planner_unseen.csv", DATA / "planner_unseen_2.csv")
 
 PREDICTED: dict[str, Callable[[Answer], float]] = {
     "tokens_per_second_per_gpu": lambda result: result["tokens_per_second_per_gpu"],
@@ -110,17 +112,20 @@ def main() -> int:
     """Prints the tables, and writes each prediction where --dump says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rows", type=Path, default=ROWS, help="CSV with source,address,page_says,request,metric,value"
+        "--rows", type=Path, nargs="+", default=ROWS, help="CSV with source,address,page_says,request,metric,value"
     )
     parser.add_argument("--dump", type=Path, help="CSV to write: source,metric,measured,predicted,held,page_says")
     parser.add_argument("--as-first-read", action="store_true", help="without what was restated later")
     arguments = parser.parse_args()
-    if not arguments.rows.is_file():
-        print(f"{arguments.rows}: is not there", file=sys.stderr)
-        return 2
-    with arguments.rows.open(newline="", encoding="utf-8") as file:
-        found = list(scores(csv.DictReader(file), as_first_read=arguments.as_first_read))
-    print("\n".join(report(found)))
+    found: list[Unseen] = []
+    for path in arguments.rows:
+        if not path.is_file():
+            print(f"{path}: is not there", file=sys.stderr)
+            return 2
+        with path.open(newline="", encoding="utf-8") as file:
+            members = list(scores(csv.DictReader(file), as_first_read=arguments.as_first_read))
+        print(f"== {path.name}", *report(members), sep="\n")
+        found += members
     if arguments.dump:
         with arguments.dump.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")

@@ -10,14 +10,15 @@ from trainyard.planner import constants, convolutions, goodput, host_memory, loa
 from trainyard.planner.communication import EFA, INFINIBAND
 from trainyard.planner.search import MOST_FURTHER_SPLITTING, MOST_FURTHER_SPLITTING_OF_EXPERTS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEMORY = constants.DEFAULT_MEMORY
 
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    """Its words, each line's end a space."""
-    return re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
+    """Its words and those of the page of its errors, each line's end a space."""
+    texts = [(DOCS / name).read_text(encoding="utf-8") for name in ("planner.md", "planner_accuracy.md")]
+    return re.sub(r"\s+", " ", " ".join(texts))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_page_says_what_the_code_has(page: str, said: str) -> None:
 
 
 def test_every_command_that_the_page_names_for_its_figures_is_there(page: str) -> None:
-    root = PAGE.parents[1]
+    root = DOCS.parent
     named = set(re.findall(r"(?:benchmarks|tests)/[\w/]+\.py", page))
     assert {"benchmarks/planner_accuracy.py", "benchmarks/planner_decoding.py"} <= named
     assert [name for name in sorted(named) if not (root / name).is_file()] == []

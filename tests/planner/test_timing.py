@@ -451,6 +451,31 @@ def test_before_2023_gradients_and_parameters_stand_alone() -> None:
         assert then == pytest.approx(10 * today, rel=1e-6)
 
 
+SHARDED: dict[str, Any] = {"model": "llama-2-13b", "gpu": "A100", "gpus": 256, "tp": 2, "micro_batch": 4, "seq": 2048}
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_megatron_waited_for_its_gradients_until_late_in_2023(sharding: str) -> None:
+    asked = SHARDED | {"global_batch": 2048, "sharding": sharding, "framework": "Megatron-LM", "recompute": "selective"}
+    asked |= {"interconnect": "4x200 Gb/s"}
+    waits, overlaps = (predict(asked | {"framework_version": year})["step_seconds"] for year in ("2023-09", "2023-12"))
+    # 13 billion parameters' gradients over four cards of 200 Gb/s a node take seconds.
+    assert waits > 1.1 * overlaps
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+def test_newer_kernels_of_attention_are_never_slower_and_gain_with_the_sequence(gpu: str) -> None:
+    asked = {"model": "llama-2-7b", "gpu": gpu, "gpus": 8, "micro_batch": 1, "framework": "PyTorch FSDP"}
+    gains = []
+    for tokens in (1024, 8192, 131_072):
+        old, new = (
+            predict(asked | {"seq": tokens, "framework_version": year})["step_seconds"]
+            for year in ("2023-12", "2024-02")
+        )
+        gains.append(old / new)
+    assert gains[0] == pytest.approx(1.0) and 1.0 < gains[1] < gains[2]
+
+
 VTRAIN: dict[str, Any] = {
     "hidden": 2048, "ffn": 8192, "heads": 16, "seq": 1024, "vocab": 50257, "gpu": "A100", "tp": 2, "micro_batch": 1,
     "framework": "Megatron-DeepSpeed", "precision": "fp16", "recompute": "full",

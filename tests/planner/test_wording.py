@@ -177,8 +177,8 @@ def test_what_no_decoder_of_a_size_stands_for_is_refused_and_says_how_to_mend_it
 @pytest.mark.parametrize(
     "model",
     [
-        *("7.5B", "Meta-Llama-3-9B", "mistralai/Mistral-Small-3.1-24B", "bigscience/bloom-176b", "tiiuae/falcon-40b"),
-        *("EleutherAI/gpt-j-6b", "gpt-neo-2.7b", "CohereForAI/c4ai-command-r-35b", "codegemma-7b", "internlm2-20b"),
+        *("7.5B", "Meta-Llama-3-9B", "mistralai/Mistral-Small-3.1-24B", "bigscience/bloom-176b", "tiiuae/falcon-3b"),
+        *("EleutherAI/gpt-j-7b", "gpt-neo-3b", "CohereForAI/c4ai-command-r-35b", "codegemma-7b", "internlm2-20b"),
     ],
 )
 def test_plain_decoders_are_taken_by_their_size(model: str) -> None:

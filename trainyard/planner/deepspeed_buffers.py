@@ -106,6 +106,27 @@ def update_bytes(shape: ModelShape, layout: Layout, trained: float, gradient_byt
     fp32."""
     if layout.zero_stage < 3 or layout.offload != "none":
         return 0.0
-    flat = gradient_bytes + (SENT_BYTES if gradient_bytes < SENT_BYTES else 0.0)
     sub_group = SUB_GROUP_ELEMENTS if layout.zero_sizes.sub_group is None else layout.zero_sizes.sub_group
-    return SENT_BYTES * bucket_elements(shape, layout) + flat * min(sub_group, trained / layout.shard_degree)
+    flat = _flat_bytes(gradient_bytes) * min(sub_group, trained / layout.shard_degree)
+    return SENT_BYTES * bucket_elements(shape, layout) + flat
+
+
+def flattening_bytes(
+    layout: Layout, trained: float, own: float, *, weight_bytes: float, gradient_bytes: float
+) -> float:
+    """Bytes that the update of stages 1 and 2 takes beside the state; below zero where it has let go of more.
+
+    A rank's part (`own` elements) of the gradients is made flat, and fp32, beside itself; those of the others, which
+    stage 1 has summed, are gone by then. What stage 2 sums in a wider type than the weights' lies flat from the start.
+    """
+    if layout.zero_stage not in (1, 2) or layout.offload != "none":
+        return 0.0
+    if layout.zero_stage == 2 and gradient_bytes > weight_bytes:
+        return 0.0
+    is_whole = layout.zero_stage == 1 and not layout.sends_gradients_as_made
+    return _flat_bytes(gradient_bytes) * own - gradient_bytes * (trained - own) * is_whole
+
+
+def _flat_bytes(gradient_bytes: float) -> float:
+    """Of an element whose gradient is made flat, then fp32."""
+    return gradient_bytes + (SENT_BYTES if gradient_bytes < SENT_BYTES else 0.0)

@@ -17,7 +17,7 @@ from trainyard.planner.activations import (
 )
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
-from trainyard.planner.deepspeed_buffers import buffer_bytes, update_bytes
+from trainyard.planner.deepspeed_buffers import buffer_bytes, flattening_bytes, update_bytes
 from trainyard.planner.deepspeed_weights import whole_elements
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
@@ -95,7 +95,7 @@ class Memory:
     @property
     def reserved(self) -> float:
         """What the allocator has taken of the device at the peak (torch.cuda.max_memory_reserved)."""
-        return self.allocated * (1 + DEFAULT_MEMORY.fragmentation)
+        return self.allocated * (1 + DEFAULT_MEMORY.held_back)
 
     @property
     def device(self) -> float:
@@ -113,7 +113,8 @@ class Memory:
     @property
     def needed(self) -> float:
         """What the device must have: the peak and its margin, fragmentation, and what lies outside the allocator."""
-        return self.device + self.margin
+        least = self.allocated * (1 + DEFAULT_MEMORY.fragmentation)
+        return least + DEFAULT_MEMORY.context_gib * GIB + self.margin
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         + pipeline_buffer_bytes(shape, layout)
         + gathered_tokens_bytes(shape, layout),
         main_gradients=_main_gradient_bytes(layout) * _held(params, layout, 1),
-        step_temporary=_step_temporary(layout, optimizer),
+        step_temporary=_step_temporary(layout, params, optimizer),
         last_layer=_last_layer(shape, layout, constants),
         moving_error=constants.plain_moving_error if layout.engine == "plain" else constants.moving_error,
     )
@@ -297,9 +298,18 @@ def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
     return params.dense / layout.shard_degree + params.expert / layout.expert_shard_degree
 
 
-def _step_temporary(layout: Layout, optimizer: float) -> float:
-    """torch's AdamW over all tensors at once (foreach, a plain loop's) makes the roots of the second moments."""
+def _step_temporary(layout: Layout, params: StageParams, optimizer: float) -> float:
+    """torch's AdamW over all tensors at once (foreach, a plain loop's) makes the roots of the second moments; DeepSpeed
+    makes a rank's gradients flat."""
+    if layout.engine == "deepspeed" and layout.method == "full":
+        return _flattened(layout, params, params.total)
     return optimizer / 2 if layout.engine == "plain" and layout.optimizer == "adamw" else 0.0
+
+
+def _flattened(layout: Layout, params: StageParams, trained: float) -> float:
+    each = state_bytes(layout)
+    own = _held(params, layout, 1) * trained / params.total
+    return flattening_bytes(layout, trained, own, weight_bytes=each.parameter, gradient_bytes=each.gradient)
 
 
 def _last_layer(shape: ModelShape, layout: Layout, constants: MemoryConstants) -> float | None:
@@ -378,7 +388,9 @@ def _engine_update(shape: ModelShape, layout: Layout, stage: Stage, params: Stag
     """What DeepSpeed's update makes."""
     if layout.engine != "deepspeed":
         return 0.0
-    return update_bytes(shape, layout, _trained(shape, layout, stage, params), state_bytes(layout).gradient)
+    trained = _trained(shape, layout, stage, params)
+    flattened = _flattened(layout, params, trained)
+    return flattened + update_bytes(shape, layout, trained, state_bytes(layout).gradient)
 
 
 def _trained(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:

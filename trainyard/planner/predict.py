@@ -199,8 +199,8 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
         "resting_memory_gib": use.resting / GIB,
-        "reserved_memory_gib": use.reserved / GIB,
-        "device_memory_gib": use.device / GIB,
+        "reserved_memory_gib": _visible_gib(use.reserved, use.needed, question),
+        "device_memory_gib": _visible_gib(use.device, use.needed, question),
         "needed_memory_gib": use.needed / GIB,
         "activation_gib": use.activations / GIB,
         "step_seconds": time.total,
@@ -219,6 +219,12 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         **({"ignored_fields": ignored} if ignored else {}),
         **({"notes": notes} if notes else {}),
     }
+
+
+def _visible_gib(bytes_: float, needed: float, question: Question) -> float:
+    """GiB that the allocator or the driver shows: where a run fits, never more than there is."""
+    there = question.device.memory_gib * GIB
+    return (min(bytes_, there) if needed <= there else bytes_) / GIB
 
 
 def _of_model(content: Mapping[str, Any]) -> str:

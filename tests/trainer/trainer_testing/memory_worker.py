@@ -5,9 +5,11 @@ the device's: what DeepSpeed offloads is counted too.
 """
 
 import gc
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -58,11 +60,29 @@ class Case:
 def measure(cases: Sequence[Case], world_size: int = 2) -> list[dict[str, float]]:
     """Of each case, bytes a parameter on the first rank: `summed` when a step's backward passes are done, `resting`
     when it has been taken; `bucket`: those of them that hold gradients on their way; `on_device`: sums that are made on
-    the device by name; `most`: at any message of any rank's, with `at_messages`. `is_on_host`: 1 where
-    stage 3 makes its own in the host's memory."""
+    the device by name; `most`: at any message of any rank's backward pass, and `updating`: at those of the first
+    one's update that make much (stages 1 and 2), both with `at_messages`. `is_on_host`: 1 where stage 3 makes its own
+    in the host's memory."""
     asked = json.dumps([asdict(case) for case in cases])
-    output = run_pooled(world_size, "trainer_testing.memory_worker", asked, timeout_seconds=300)[0]
+    output = run_pooled(world_size, "trainer_testing.memory_worker", asked, timeout_seconds=900)[0]
     return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+
+
+_settled: list[weakref.ref[torch.Tensor]] = []
+
+
+def settle() -> None:
+    """From now on a look goes through these tensors and what comes after: DeepSpeed and its model are half a million
+    objects, and looks are many."""
+    gc.unfreeze()
+    gc.collect()
+    _settled[:] = [weakref.ref(tensor) for tensor in _tracked()]
+    gc.freeze()
+
+
+def _tracked() -> Iterator[torch.Tensor]:
+    # Others than tensors may not even say of what class they are.
+    return (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
 
 
 def living(*, collects: bool = True) -> dict[int, int]:
@@ -70,30 +90,31 @@ def living(*, collects: bool = True) -> dict[int, int]:
     if collects:
         gc.collect()
     found: dict[int, int] = {}
-    for item in gc.get_objects():
-        # Others than tensors may not even say of what class they are.
-        if type(item) is not torch.Tensor and not issubclass(type(item), torch.Tensor):
-            continue
+    settled = (tensor for reference in _settled if (tensor := reference()) is not None)
+    for item in itertools.chain(settled, _tracked()):
         for tensor in (item, item.grad if item.is_leaf else None):
             if tensor is not None and (size := tensor.untyped_storage().nbytes()) >= LEAST_BYTES:
                 found[tensor.untyped_storage().data_ptr()] = size
     return found
 
 
-class AtMessages(TorchDispatchMode):
-    """The most that is there at any message of torch.distributed."""
+class Most(TorchDispatchMode):
+    """The most that is there when an operation has run; `asked`: at which ones somebody looks, by their names."""
 
-    def __init__(self, new_bytes: Callable[[], int]) -> None:
+    def __init__(self, new_bytes: Callable[[], int], asked: tuple[str, ...]) -> None:
         super().__init__()
-        self._new_bytes = new_bytes
+        self._new_bytes, self._asked = new_bytes, asked
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Passes the operation on."""
         result = func(*args, **(kwargs or {}))
-        if func.name().startswith("c10d::"):
+        if func.name().startswith(self._asked):
             self.most = max(self.most, self._new_bytes())
         return result
+
+
+MESSAGES, UPDATES = ("c10d::",), ("aten::cat", "aten::_to_copy", "aten::_fused_adam")
 
 
 def run(case: Case, runtime: Runtime) -> dict[str, float]:
@@ -106,6 +127,7 @@ def run(case: Case, runtime: Runtime) -> dict[str, float]:
         micro_batch_size=GLOBAL_BATCH // runtime.world_size // case.micro_batches,
         precision=case.precision,
     )
+    settle()
     before = living()
 
     def new_bytes(*, collects: bool = True) -> int:
@@ -118,16 +140,21 @@ def run(case: Case, runtime: Runtime) -> dict[str, float]:
     tokens = torch.randint(0, VOCAB_SIZE, (1, 2) if case.at_messages else (job.micro_batch_size, SEQUENCE_LENGTH))
     batches = [TinyBatch(tokens, tokens)] * job.gradient_accumulation_steps
     found = {}
+    settle()
     for step in range(2):
         # Messages are many: only where somebody asks what lies there then, without what the step before has left.
         gc.collect()
-        seen = AtMessages(partial(new_bytes, collects=False))
+        seen, updating = (Most(partial(new_bytes, collects=False), asked) for asked in (MESSAGES, UPDATES))
         with seen if step and case.at_messages else nullcontext():
             strategy.forward_backward(batches, tokens.numel(), no_clock)
         found["most"] = _worst(seen.most)
         found["summed"] = new_bytes()
         found["on_device"] = _on_device(strategy)
-        strategy.optimizer_step(1e-3)
+        # Stage 3's update is one of thousands of such operations: looking at each takes minutes.
+        looks = step and case.at_messages and case.strategy != "zero3"
+        with updating if looks else nullcontext():
+            strategy.optimizer_step(1e-3)
+        found["updating"] = updating.most
     found["resting"] = new_bytes()
     engine: Any = strategy
     buckets = getattr(engine._engine.optimizer, "ipg_buckets", {}).values()
@@ -157,9 +184,6 @@ def _on_device(strategy: Any) -> int:
 
 def main(cases: Sequence[Case]) -> None:
     """Every case, in one process group."""
-    # What was there before no case has made, and a search for tensors need not pass it.
-    gc.collect()
-    gc.freeze()
     with distributed_runtime(cpu_threads=1) as runtime:
         for case in cases:
             found = run(case, runtime)

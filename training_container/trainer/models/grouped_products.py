@@ -1,8 +1,8 @@
 """Experts' products in the type of autocast.
 
 torch's product of groups takes no part in autocast (2.13; pytorch issue 174763): over float32 weights, as plain data
-parallelism has them, experts would be multiplied in float32 whatever the job's precision says, several times slower on
-a GPU, and keep twice the memory. `test_library_traps.py` fails when upstream mends it.
+parallelism has them, experts would be multiplied in float32 whatever the job's precision says, slower, and keep twice
+the memory. `test_library_traps.py` fails when upstream mends it.
 """
 
 import sys
