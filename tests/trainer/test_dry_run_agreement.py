@@ -3,16 +3,14 @@
 Both are held against real steps in test_dry_run.py; benchmarks/planner_dry_run.py has the cases and prints the table.
 """
 
-import importlib.util
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from trainer.dry_run.trace import OF_THE_MODEL, trace
 from trainer.models import build
+from trainer_testing.agreement import STATIC, dry_run_cases
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, tiny_job
 
 from trainyard.planner import resolve
@@ -21,21 +19,8 @@ from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.timing import _gathers
 from trainyard.planner.trainer_layers import TrainerLayers
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _cases() -> ModuleType:
-    """benchmarks/planner_dry_run.py."""
-    spec = importlib.util.spec_from_file_location("planner_dry_run", ROOT / "benchmarks" / "planner_dry_run.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planner_dry_run"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-CASES = _cases()
-STATIC, ACTIVATIONS = 0.03, 0.10
+CASES = dry_run_cases()
+ACTIVATIONS = 0.10
 SHORT = ("fsdp", "fsdp-full", "ddp", "tiny:0", "quickstart:0", "hsdp", "mixtral-full", "deepseek-v3")
 """A second or two each."""
 
