@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.planner.predict import Question
-from trainyard.planner.timing import Constants, step_time
+from trainyard.planner.time_constants import Constants
+from trainyard.planner.timing import step_time
 
 GUESSES: dict[str, tuple[float, float, float]] = {
     "ceiling_volta": (0.80, 0.5, 0.9),

@@ -29,13 +29,8 @@ from planner_picking import Measured, picking, taken, told_apart  # noqa: E402
 
 from trainyard.planner.configurations import SAME_SPEED  # noqa: E402
 from trainyard.planner.predict import understand  # noqa: E402
-from trainyard.planner.timing import (  # noqa: E402
-    DEFAULT_CONSTANTS,
-    SPREAD_DENSE,
-    SPREAD_LAUNCH,
-    SPREAD_NEW,
-    Constants,
-)
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, Constants  # noqa: E402
+from trainyard.planner.timing import SPREAD_DENSE, SPREAD_LAUNCH, SPREAD_NEW  # noqa: E402
 from trainyard.spec.job import ParallelismSpec  # noqa: E402
 
 

@@ -14,18 +14,18 @@ from trainyard.planner import predict
 from trainyard.planner.communication import EFA, Fabric, all_gather_seconds, all_reduce_seconds, group
 from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.layout import Engine, Layout, Library, Precision, Recompute, ZeroSizes
+from trainyard.planner.operators import matmul_ceiling_tflops
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import StageParams, stage_params, stages
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import (
-    DEFAULT_CONSTANTS,
     _distinct,
     _expert_group,
     _Rank,
     _replica_seconds,
     _sharded,
     bubble_passes,
-    matmul_ceiling_tflops,
     step_time,
     waited_share,
 )

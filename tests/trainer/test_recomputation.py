@@ -20,7 +20,8 @@ from trainyard.hardware import gpu
 from trainyard.planner.communication import EFA, Fabric
 from trainyard.planner.families import shape_from_config
 from trainyard.planner.reading import layout_of
-from trainyard.planner.timing import DEFAULT_CONSTANTS, _Rank
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS
+from trainyard.planner.timing import _Rank
 from trainyard.spec.job import ResolvedJob
 
 TOKENS, HIDDEN, LAYERS = 64, 32, 2

@@ -15,7 +15,9 @@ from trainyard.planner.communication import Fabric, all_reduce_seconds, group
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory, workspace_bytes
-from trainyard.planner.timing import DEFAULT_CONSTANTS, StepTime, matmul_ceiling_tflops
+from trainyard.planner.operators import matmul_ceiling_tflops
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS
+from trainyard.planner.timing import StepTime
 
 DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3,

@@ -28,7 +28,8 @@ from trainyard.planner.kinds import other_kinds
 from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time, time_spread
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, Constants
+from trainyard.planner.timing import step_time, time_spread
 from trainyard.planner.wording import in_plain_words
 
 KNOWN_FIELDS = frozenset(

@@ -1,0 +1,99 @@
+"""What single operators take on a GPU: matrix products by their tiles, fused attention, what moves through memory.
+
+Every matrix product has tiles that must fill the device's processors, a ceiling, and bytes that must move; attention
+has the efficiency of its kernel's generation.
+"""
+
+from trainyard.hardware import Gpu
+from trainyard.planner.layout import Layout
+from trainyard.planner.time_constants import FLASH_2, FLASH_2_HALF_LENGTH, Constants
+
+PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148, "cdna3": 304}
+"""Streaming multiprocessors of a generation's large part: a product of fewer tiles leaves some idle."""
+
+TILE = 128
+"""Rows and columns of the output that one processor computes at a time."""
+
+
+def matmul_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> float:
+    """TFLOP/s of a large product of linear layers in the layout's precision."""
+    if layout.precision == "fp4" and device.fp4_tflops is not None:
+        return constants.fp4_ceiling * device.fp4_tflops
+    if layout.precision in ("fp8", "fp4") and device.fp8_tflops is not None:
+        shares = {
+            "blackwell": constants.fp8_ceiling_blackwell,
+            # Of AMD's peak no more than in its 16 bits; three published runs are slower still (planner_accuracy.md).
+            "cdna3": constants.ceiling_blackwell,
+        }
+        return shares.get(device.generation, constants.fp8_ceiling_hopper) * device.fp8_tflops
+    return wide_ceiling_tflops(layout, device, constants)
+
+
+def wide_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> float:
+    """The same for what is kept in 16 bits (or 32) where the linear layers have fewer: the output projection."""
+    precision = layout.precision if layout.precision in ("fp32", "fp64") else "bf16"
+    hopper = constants.ceiling_hopper if layout.engine == "megatron" else constants.ceiling_hopper_torch
+    shares = {
+        "volta": constants.ceiling_volta,
+        "turing": constants.ceiling_volta,
+        "ampere": constants.ceiling_ampere,
+        "ada": constants.ceiling_ampere,
+        "hopper": hopper,
+    }
+    return shares.get(device.generation, constants.ceiling_blackwell) * device.peak_tflops(precision)
+
+
+class Operators:
+    """Seconds of single operators, forward, on one GPU under a layout's engine, precision and year."""
+
+    def __init__(self, layout: Layout, device: Gpu, constants: Constants) -> None:
+        self.layout, self.device, self.constants = layout, device, constants
+        self.narrow = matmul_ceiling_tflops(layout, device, constants) * 1e12
+        self.wide = wide_ceiling_tflops(layout, device, constants) * 1e12
+        self.bytes_per_second = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
+        self.processors = PROCESSORS[device.generation]
+        self.casts = layout.precision in ("fp8", "fp4") and device.fp8_tflops is not None
+
+    def product(self, rows: float, columns: float, depth: float, groups: float = 1.0, *, wide: bool = False) -> float:
+        """Seconds of [rows, depth] x [depth, columns], the rows being spread over `groups` matrices."""
+        constants = self.constants
+        tiles = groups * max(1.0, rows / groups / TILE) * max(1.0, columns / TILE)
+        speed = 1 / (1 + constants.half_waves * self.processors / tiles + constants.half_depth / depth)
+        seconds = 2.0 * rows * columns * depth / ((self.wide if wide else self.narrow) * speed)
+        element = self.layout.element_bytes
+        moved = element * (rows * depth + rows * columns + groups * depth * columns) / self.bytes_per_second
+        if self.casts and not wide:
+            is_megatron = self.layout.engine == "megatron"
+            passes = constants.fp8_cast_passes if is_megatron else constants.fp8_cast_passes_torch
+            return max(seconds, moved) + passes * element * rows * (depth + columns) / self.bytes_per_second
+        return max(seconds, moved)
+
+    @property
+    def attention_peak(self) -> float:
+        """FLOP/s of which attention's kernels reach a share: they have 16 bits where the layers have fewer."""
+        layout = self.layout
+        return self.device.peak_tflops(layout.precision if layout.precision in ("fp32", "fp64") else "bf16") * 1e12
+
+    def fused_attention(self, flops: float, head_dim: int) -> float:
+        """Seconds of a fused causal kernel, `flops` being those of all scores and both of their products."""
+        constants = self.constants
+        # Tiles on the diagonal are computed whole.
+        causal = 0.5 * (1 + min(1.0, TILE / self.layout.sequence_length))
+        narrower = (1 + constants.half_head / 128) / (1 + constants.half_head / head_dim)
+        return causal * flops / (self.flash_share() * narrower * self.attention_peak)
+
+    def flash_share(self) -> float:
+        """Of the peak, what fused attention's forward pass reaches with heads of 128."""
+        constants, layout, generation = self.constants, self.layout, self.device.generation
+        is_hopper = generation == "hopper"
+        if generation in ("blackwell", "cdna3"):
+            return constants.flash_blackwell
+        if is_hopper and (layout.hopper_attention or (layout.engine == "megatron" and layout.year >= FLASH_2)):
+            return constants.flash_hopper_native
+        reached = constants.ampere_kernels_on_hopper if is_hopper else 1.0
+        if layout.year < FLASH_2:
+            return reached * constants.flash_ampere
+        joins = layout.context > 1 and layout.engine == "torch" and layout.library != "trainyard"
+        ring = constants.ring_speed if joins else 1.0
+        second = constants.flash2_ampere * layout.sequence_length / (layout.sequence_length + FLASH_2_HALF_LENGTH)
+        return reached * ring * max(constants.flash_ampere, second)
