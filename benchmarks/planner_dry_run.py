@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT / "training_container"))
 from trainer.dry_run.building import with_configuration  # noqa: E402  # after the trainer's folder is on the path
 from trainer.dry_run.trace import trace  # noqa: E402
 
-from trainyard.cli.dry_running import STATE, compared, known_configuration, planned_bytes  # noqa: E402
+from trainyard.cli.dry_running import STATE, compared, planned_bytes  # noqa: E402
+from trainyard.launch.tracing import known_configuration  # noqa: E402
 from trainyard.planner import resolve  # noqa: E402
 from trainyard.spec.job import AdapterSpec, JobSpec, load_job  # noqa: E402
 

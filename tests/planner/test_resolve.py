@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainyard.cli.dry_running import known_configuration
 from trainyard.errors import InputError
 from trainyard.hardware import instance
+from trainyard.launch.tracing import known_configuration
 from trainyard.planner import resolve, search
 from trainyard.planner.candidates import Rules, layouts, split_of
 from trainyard.planner.facts import check_job, facts_of

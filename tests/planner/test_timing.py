@@ -18,6 +18,7 @@ from trainyard.planner.operators import matmul_ceiling_tflops
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import StageParams, stage_params, stages
+from trainyard.planner.step import bubble_passes
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import (
     _distinct,
@@ -25,7 +26,6 @@ from trainyard.planner.timing import (
     _Rank,
     _replica_seconds,
     _sharded,
-    bubble_passes,
     step_time,
     waited_share,
 )
@@ -84,7 +84,7 @@ def test_torch_recomputes_no_layers_last_product(
     recomputed = {"engine": "torch", "year": 2024.0, "recompute": "full", "sequence_length": 512, "micro_batch": 16}
     layout = dataclasses.replace(DENSE, **(recomputed | changes))
     time = step_time(shape, layout, gpu("H100"), LINKS)
-    head = _Rank(shape, layout, gpu("H100"), LINKS, DEFAULT_CONSTANTS)._head_seconds()
+    head = _Rank(shape, layout, gpu("H100"), LINKS, DEFAULT_CONSTANTS)._head_product()
     layers = time.forward - layout.num_micro_batches * max(head, DEFAULT_CONSTANTS.launch_seconds)
     again = time.recompute / layers
     assert again == pytest.approx(2 / 3, abs=0.04) if stops else again == pytest.approx(1.0, abs=1e-9)

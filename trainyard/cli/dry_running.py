@@ -1,19 +1,16 @@
 """`plan --dry-run`: one rank's step, traced by the trainer's own code, beside what the formulas say of it."""
 
 import json
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainyard.cli.output import console, print_json
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from trainyard.planner import Plan
     from trainyard.spec.job import JobSpec, ResolvedJob
 
 GIB = 2**30
@@ -25,18 +22,24 @@ _NAMED_MESSAGES = 20
 
 
 def plan_and_trace(job: "JobSpec", rank: int, *, as_json: bool) -> None:
-    """The plan, where there are formulas for the job, and the trace of one rank; with --json the trace is `dry_run`."""
+    """The plan, and the trace of one rank; with --json the trace is `dry_run`. Where a language model has no formulas
+    the plan is what ranks of each kind were traced to need."""
     from trainyard import planner
+    from trainyard.planner.config_values import NotCoveredError
     from trainyard.planner.render import render as render_plan
 
+    result, by_trace = None, False
     try:
         result = planner.plan(job)
+    except NotCoveredError:
+        by_trace = True
     except InputError:
         if job.task == "causal_lm":
-            raise
-        result = None  # a task without formulas can be traced all the same
+            raise  # a task without formulas can be traced all the same
     with console(stderr=True).status("tracing a step"):
         found = dry_run(job, rank)
+        if by_trace:
+            result = _plan_by_trace(job, found)
     if as_json:
         print_json((json.loads(result.model_dump_json()) if result is not None else {}) | {"dry_run": found})
         return
@@ -45,53 +48,51 @@ def plan_and_trace(job: "JobSpec", rank: int, *, as_json: bool) -> None:
     console().print(render(found))
 
 
-def dry_run(job: "JobSpec", rank: int) -> dict[str, Any]:
-    """What `python -m trainer.dry_run` says of a rank, with `planned`: the formulas' bytes of the same rank, or None.
+def _plan_by_trace(job: "JobSpec", found: dict[str, Any]) -> "Plan | None":
+    """None under an engine of which a trace says too little; the trace's own note says why."""
+    from trainyard.launch.tracing import plan_by_trace
 
+    if found["memory_bytes"]["parameters"] is None:
+        return None
+    return plan_by_trace(job, known={found["rank"]: found})
+
+
+def dry_run(job: "JobSpec", rank: int, world_size: int | None = None) -> dict[str, Any]:
+    """What the trainer's own code says of a rank, with `planned_bytes`: the formulas' of the same rank, or None.
+
+    Of a job whose machine is known also `seconds_of_step`: {"traced", "formulas"}, each {what: seconds} or None.
     Needs torch on this machine. InputError and JobFailedError are the trainer's own lines.
     """
     from trainyard import planner
-    from trainyard.launch.local_backend import check_trainer, trainer_environment
+    from trainyard.launch.tracing import trace_rank
 
-    check_trainer()
-    resolved = planner.resolve(job)
-    with tempfile.TemporaryDirectory(prefix="trainyard-dry-run-") as folder:
-        path = Path(folder) / "resolved_job.json"
-        path.write_text(resolved.model_dump_json(), encoding="utf-8")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "trainer.dry_run", "--resolved-job", str(path), "--rank", str(rank)),
-                *((["--model-config", json.dumps(known)]) if (known := known_configuration(job)) else []),
-            ],
-            env=trainer_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode == 0:
-        traced: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return traced | {"planned_bytes": planned_bytes(job, resolved, rank)}
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
-    words = last.strip().removeprefix("trainyard: ")
-    raise (InputError if done.returncode == InputError.exit_code else JobFailedError)(words)
+    resolved = planner.resolve(job, world_size=world_size)
+    traced = trace_rank(job, resolved, rank)
+    return traced | {
+        "planned_bytes": planned_bytes(job, resolved, rank),
+        "seconds_of_step": seconds_of_step(job, resolved, traced),
+    }
 
 
-def known_configuration(job: "JobSpec") -> dict[str, Any] | None:
-    """For a source that is not on this machine: what its name tells. InputError where it tells nothing."""
-    from trainyard.planner.families import own_config_from_source
-    from trainyard.planner.vision_language import config_of
+def seconds_of_step(job: "JobSpec", resolved: "ResolvedJob", traced: dict[str, Any]) -> dict[str, Any] | None:
+    """What the step takes on the job's machines, by what was counted and by the formulas; None of machines that nobody
+    knows, and under an engine whose messages a trace doesn't see."""
+    from trainyard.planner.communication import fabric_of
+    from trainyard.planner.formulas import formulas_of
+    from trainyard.planner.reading import machines_of
+    from trainyard.planner.traced import traced_step
+    from trainyard.planner.traced_plan import layout_of_trace
 
-    if job.model.source is None or (Path(job.model.source) / "config.json").is_file():
+    machine = machines_of(job).instance
+    if machine is None or machine.gpu is None or traced["messages"] is None:
         return None
-    if job.task == "causal_lm":
-        return dict(own_config_from_source(job.model.source))
+    layout, links = layout_of_trace(job, resolved), fabric_of(machine)
+    counted = traced_step([traced], resolved.parallelism, layout, machine.gpu, links)
     try:
-        return dict(config_of(job))
+        reckoned = formulas_of(job).step(layout, machine.gpu, links).breakdown()
     except InputError:
-        raise InputError(
-            f"--dry-run: model.source: {job.model.source} is not on this machine; give a folder with its config.json"
-            " (--set model.source=FOLDER): of the weights nothing is read"
-        ) from None
+        reckoned = None
+    return {"traced": counted.breakdown(), "formulas": reckoned}
 
 
 def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[str, float] | None:
@@ -128,6 +129,7 @@ def render(found: dict[str, Any]) -> "RenderableType":
     parts: list[RenderableType] = [
         Text(f"dry run: rank {found['rank']} of {found['world_size']} ({place}), {found['strategy']}", style="bold"),
         _memory_table(found),
+        *([_time_table(found["seconds_of_step"])] if found["seconds_of_step"] else []),
     ]
     if found["messages"]:
         parts.append(_messages_table(found["messages"]))
@@ -153,6 +155,27 @@ def _memory_table(found: dict[str, Any]) -> "RenderableType":
     moment = f"peak, in {found['peak_phase']}" if peak is not None else "peak"
     table.add_row(moment, "not traced" if peak is None else f"{peak / GIB:.2f}", "", "")
     return table
+
+
+def _time_table(seconds: dict[str, Any]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("seconds of a step, this rank the slowest")
+    for name in ("traced", "formulas", "formulas against trace"):
+        table.add_column(name, justify="right", no_wrap=True)
+    traced, planned = seconds["traced"], seconds["formulas"]
+    for name, value in traced.items():
+        if value or (planned and planned[name]):
+            table.add_row(name.replace("_", " "), *_second_cells(value, planned and planned[name]))
+    table.add_row("all", *_second_cells(sum(traced.values()), planned and sum(planned.values())), style="bold")
+    return table
+
+
+def _second_cells(traced: float, planned: float | None) -> tuple[str, str, str]:
+    said = "no formula" if planned is None else f"{planned:.3g}"
+    difference = f"{planned / traced - 1:+.0%}" if planned is not None and traced else ""
+    return f"{traced:.3g}", said, difference
 
 
 def compared(found: dict[str, Any]) -> dict[str, int | None]:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from trainyard import planner
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import Backend, Say, say_nothing
 from trainyard.launch.channels import build_inputs, is_streamed
 from trainyard.launch.contract import read_image
-from trainyard.launch.local_backend import LocalBackend, check_trainer
+from trainyard.launch.local_backend import LocalBackend, check_trainer, has_trainer
 from trainyard.launch.model_config import learn_model
 from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.record import (
@@ -30,6 +30,8 @@ from trainyard.launch.record import (
     utc_now,
 )
 from trainyard.launch.session import Account, price_file
+from trainyard.launch.tracing import plan_by_trace
+from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.elastic import smaller
 from trainyard.spec.backends import BackendName
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -179,8 +181,8 @@ def planned(
     # Outside of what follows: prices that can't be read are no model that can't be planned, which isn't refused.
     book = PriceBook.opened(price_file(), today=datetime.date.today())
     try:
-        plan = planner.plan(job, region=region, book=book)
-    except InputError as error:
+        plan = _plan_or_trace(job, region, book, say)
+    except (InputError, JobFailedError) as error:
         say(f"warning: there is no plan, so nothing holds memory, hours and dollars against their limits: {error}")
         return {"job": job.name, "unplanned": str(error)}, []
     unpriced = checks.refused_without_price(plan)
@@ -189,6 +191,17 @@ def planned(
         say(f"warning: {warning}")
     refusals = [*checks.refused_by_plan(plan), *checks.refused_by_pod(plan, job), *(unpriced if needs_price else [])]
     return plan.model_dump(mode="json"), refusals
+
+
+def _plan_or_trace(job: JobSpec, region: str, book: PriceBook, say: Say) -> planner.Plan:
+    """The plan by formulas; of a language model without any by a dry run, if torch is here and the machine is known."""
+    try:
+        return planner.plan(job, region=region, book=book)
+    except NotCoveredError:
+        if job.compute.instance_type is None or not has_trainer():
+            raise
+    say("tracing a step, as there are no formulas for this model")
+    return plan_by_trace(job, region=region, book=book)
 
 
 def local_job(job: JobSpec) -> JobSpec:

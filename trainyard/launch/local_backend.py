@@ -167,6 +167,15 @@ def is_running(directory: Path) -> bool:
     return False
 
 
+def has_trainer() -> bool:
+    """Whether this Python can train: torch and the trainer package are there."""
+    try:
+        check_trainer()
+    except InputError:
+        return False
+    return True
+
+
 def check_trainer() -> None:
     """InputError where this Python can't train: no torch, or no trainer package."""
     if importlib.util.find_spec("torch") is None:

@@ -16,8 +16,8 @@ from trainyard.planner.constants import DEFAULT_MEMORY, GIB
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory, workspace_bytes
 from trainyard.planner.operators import matmul_ceiling_tflops
+from trainyard.planner.step import StepTime
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
-from trainyard.planner.timing import StepTime
 
 DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3,

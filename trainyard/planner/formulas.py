@@ -7,6 +7,7 @@ from typing import Any, Literal
 from trainyard.errors import InputError
 from trainyard.hardware import Gpu
 from trainyard.planner.communication import Fabric
+from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.convolutions import (
     SPREAD,
     ConvolutionalShape,
@@ -21,7 +22,8 @@ from trainyard.planner.memory import Memory, memory, rank_memory
 from trainyard.planner.money import saved_of, saved_params
 from trainyard.planner.reading import required_shape
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.timing import StepTime, step_time, time_spread
+from trainyard.planner.step import StepTime
+from trainyard.planner.timing import step_time, time_spread
 from trainyard.planner.vision_language import (
     is_frozen,
     shape_of_vision_language,
@@ -59,9 +61,16 @@ class Formulas:
 
 
 def formulas_of(job: JobSpec) -> Formulas:
-    """The job's formulas; InputError, in one line, where there are none for its model."""
+    """The job's formulas; InputError, in one line, where there are none for its model (NotCoveredError where a language
+    model may well be one that the trainer trains)."""
     makers = {"causal_lm": _language, "image_classification": _images, "vision_language": _vision_language}
-    return makers[job.task](job)
+    try:
+        return makers[job.task](job)
+    except NotCoveredError as error:
+        raise NotCoveredError(f"{error}; {BY_DRY_RUN}") from None
+
+
+BY_DRY_RUN = "trainyard plan JOB --dry-run plans it by a step of the trainer's own code (needs torch)"
 
 
 def _language(job: JobSpec) -> Formulas:

@@ -132,6 +132,8 @@ class Layout:
     transformer_engine: bool = True
     """Megatron's layers are Transformer Engine's, with a workspace of their own."""
     library: Library = ""
+    unfused: bool = False
+    """Layers run as Hugging Face's code has them, a kernel for each operation: neither compiled nor fused."""
     pads_vocabulary: bool = False
     """The framework rounds the rows of the embedding up by itself, on one rank too: Megatron-LM and its kin."""
     large_workspace: bool = False

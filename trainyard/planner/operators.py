@@ -74,11 +74,11 @@ class Operators:
         layout = self.layout
         return self.device.peak_tflops(layout.precision if layout.precision in ("fp32", "fp64") else "bf16") * 1e12
 
-    def fused_attention(self, flops: float, head_dim: int) -> float:
-        """Seconds of a fused causal kernel, `flops` being those of all scores and both of their products."""
+    def fused_attention(self, flops: float, head_dim: int, *, is_causal: bool = True) -> float:
+        """Seconds of a fused kernel, `flops` being those of all scores and both of their products."""
         constants = self.constants
         # Tiles on the diagonal are computed whole.
-        causal = 0.5 * (1 + min(1.0, TILE / self.layout.sequence_length))
+        causal = 0.5 * (1 + min(1.0, TILE / self.layout.sequence_length)) if is_causal else 1.0
         narrower = (1 + constants.half_head / 128) / (1 + constants.half_head / head_dim)
         return causal * flops / (self.flash_share() * narrower * self.attention_peak)
 

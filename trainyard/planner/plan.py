@@ -36,13 +36,20 @@ NOTEWORTHY_GAIN = 0.05
 """A configuration this much faster than the chosen one is worth a note."""
 
 
-def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None = None) -> Plan:
-    """The plan of a job on the machines it names; InputError where the job can't be run at all, in one line.
+def plan(
+    job: JobSpec,
+    *,
+    region: str = DEFAULT_REGION,
+    book: PriceBook | None = None,
+    formulas: Formulas | None = None,
+) -> Plan:
+    """The plan of a job on the machines it names; InputError where the job can't be run at all, in one line, of which
+    NotCoveredError says that its model has no formulas.
 
-    `book`: the prices; default: the shipped ones, as of today.
+    `book`: the prices; default: the shipped ones, as of today. `formulas`: what stands in for the model's own.
     """
     book = book or todays_book()
-    formulas = formulas_of(job)
+    formulas = formulas or formulas_of(job)
     resolved = resolve(job)
     machines = machines_of(job)
     configurations = _ranked(job, resolved, machines, formulas)

@@ -657,6 +657,10 @@ def _flash(fields: _Fields) -> bool:
     return not (year or "megatron-deepspeed" in text)
 
 
+OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
+"""Words of a framework that says transformers, whose norms, rotations or losses are kernels of their own."""
+
+
 def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> dict[str, Any]:
     """Which kernels save what: of the framework, its era, and the generation of the GPU."""
     text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
@@ -678,6 +682,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "hopper": has_hopper_workspaces(device.name),
         "saves_every_second_product": "torchtitan" in text,
         "library": cast(Library, library),
+        "unfused": library == "transformers" and not any(word in text for word in OWN_KERNELS),
         "pads_vocabulary": engine == "megatron" and "deepspeed" not in text and library != "nanotron",
         "deferred_head": fields.flag("deferred_head", False),
         "grouped_experts": fields.flag("grouped_experts", True),

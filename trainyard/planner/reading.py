@@ -245,6 +245,7 @@ def layout_of(
         num_lora_targets=len(adapter.targets) if adapter else 2,
         lora_targets=tuple(adapter.targets) if adapter else (),
         library="trainyard",
+        unfused=not job.training.compile,
         offload=parallelism.offload,
         offload_parameters=parallelism.zero.offload_parameters,
         zero_sizes=zero_sizes_of(parallelism),

@@ -1,15 +1,14 @@
-"""Step time: a roofline per operator, exposed communication, the pipeline's bubble, the optimizer.
+"""Step time: a roofline per operator, and the communication that a layout's ranks have.
 
-Every matrix product has tiles that must fill the device's processors, a ceiling, and bytes that must move; attention
-has the efficiency of its kernel's generation; what is element-wise is bound by memory, what is small by the host that
-launches it. Bubble of one-forward-one-backward schedules: (p-1)/(m v) of the ideal time (Narayanan et al.,
-arXiv:2104.04473, section 2.2). The constants are global: per GPU generation and framework era, none belongs to one
-model, system or row; benchmarks/planner_accuracy.py --cross-validate shows what they are worth on sources unseen.
+What is element-wise is bound by memory, what is small by the host that launches it; operators.py has the products'
+tiles and attention's kernels, step.py how the parts come together. The constants are global: per GPU generation and
+framework era, none belongs to one model, system or row; benchmarks/planner_accuracy.py --cross-validate shows what
+they are worth on sources unseen.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
@@ -31,74 +30,20 @@ from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
-from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, WAITED_UNTIL, Constants
+from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
 from trainyard.planner.trainer_layers import DELTA_CHUNK, TrainerLayers
+from trainyard.planner.unfused import Unfused
 
 PCIE_BYTES_PER_SECOND = 24e9
 """One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
 
+UNPACKED_BYTES = 7.9
+"""Of a four-bit weight that our own trainer reads, in torch's operations (`models/quantized.py`): a look-up of two
+values at a time, and their scales; as a dry run counts them."""
+
 ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj"})
 """Last products, as MLP_OUTPUTS are, of layers that are attention or a state space model alone."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one optimizer step on the slowest rank, by what they go into; they add up to `total`."""
-
-    forward: float
-    backward: float
-    recompute: float
-    tensor_communication: float
-    data_communication: float
-    pipeline_communication: float
-    expert_communication: float
-    context_communication: float
-    """Keys and values of context parallelism, beyond the attention that hides them."""
-    bubble: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        """The step."""
-        return sum(self.breakdown().values())
-
-    @property
-    def communication(self) -> float:
-        """Exposed communication of every kind."""
-        return (
-            self.tensor_communication
-            + self.data_communication
-            + self.pipeline_communication
-            + self.expert_communication
-            + self.context_communication
-        )
-
-    def breakdown(self) -> dict[str, float]:
-        """{what: seconds}."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of one micro-batch through one pipeline rank."""
-
-    forward: float
-    backward: float
-    recompute: float
-    tensor: float
-    expert: float
-    context: float
-    sharding: float
-    """Of parameter gathering and gradient scattering (ZeRO-3), before overlap."""
-
-    @property
-    def compute(self) -> float:
-        return self.forward + self.backward + self.recompute
-
-    @property
-    def occupied(self) -> float:
-        """Computing, and the communication that stands alone in every pass."""
-        return self.compute + self.tensor + self.expert + self.context
 
 
 @dataclass(frozen=True)
@@ -114,15 +59,17 @@ class _Work:
     """Of the products, the last one: its result is the layer's, which no backward pass reads."""
     unpacked: float = 0.0
     """Four-bit weights turned into 16 bits, in every pass again."""
+    unfused: tuple[float, float] = (0.0, 0.0)
+    """In place of `elementwise`, where each operation of the model's code is a kernel: forward and backward."""
 
     @property
     def forward(self) -> float:
-        return self.products + self.scores + self.elementwise + self.idle + self.unpacked
+        return self.products + self.scores + self.elementwise + self.idle + self.unpacked + self.unfused[0]
 
     def backward(self, *, frozen: bool) -> float:
         """Products twice (once for frozen weights), attention 2.5 times: its scores are computed again."""
         products = self.products * (1.0 if frozen else 2.0)
-        return products + 2.5 * self.scores + 1.5 * self.elementwise + self.idle + self.unpacked
+        return products + 2.5 * self.scores + 1.5 * self.elementwise + self.idle + self.unpacked + self.unfused[1]
 
 
 def step_time(
@@ -130,53 +77,16 @@ def step_time(
 ) -> StepTime:
     """One optimizer step of the layout on nodes of that GPU."""
     rank = _Rank(shape, layout, device, links, constants)
-    passes = {stage: rank.one_pass(stage) for stage in stages(shape, layout)}
-    # The slowest stage sets the rhythm of a full pipeline.
-    slowest = max(passes.values(), key=lambda item: item.occupied + item.sharding)
-    count = layout.num_micro_batches
-    hides = _data_overlap(layout, constants)
-    sharding = 0.0
-    if not layout.gathers_once:
-        # Without overlap, DeepSpeed's gatherings and reductions lie on the stream that computes.
-        waits = layout.engine == "deepspeed" and not layout.zero_sizes.overlaps
-        beside = 0.0 if waits else hides * slowest.compute
-        sharding = _beyond(slowest.sharding, beside, constants.sharding_exposed) * count
-    exposed = _once_a_step(shape, layout, links, constants, slowest)
-    tensor, expert = slowest.tensor * count, slowest.expert * count
-    rhythm = slowest.occupied + sharding / count
-    # A pipeline fills and drains through the other stages, of which most have no head.
-    filling = max(item.occupied for stage, item in passes.items() if layout.pipeline == 1 or not stage.head)
-    filling += sharding / count
-    bubble = bubble_passes(layout) * filling
-    lost = constants.jitter_per_doubling * math.log2(max(1.0, layout.world_size / links.gpus_per_node))
-    return StepTime(
-        forward=slowest.forward * count,
-        backward=slowest.backward * count,
-        recompute=slowest.recompute * count,
-        tensor_communication=tensor,
-        data_communication=sharding + exposed + lost * (rhythm * count + bubble),
-        pipeline_communication=_pipeline_seconds(shape, layout, links, constants),
-        expert_communication=expert,
-        context_communication=slowest.context * count,
-        bubble=bubble,
+    passes = [(rank.one_pass(stage), stage.head) for stage in stages(shape, layout)]
+    gradients, parameters = _replica_seconds(shape, layout, links)
+    once = OnceAStep(
+        gradients=gradients,
+        waited=gradients * waited_share(shape, layout),
+        parameters=parameters,
+        pipeline=_pipeline_seconds(shape, layout, links, constants),
         optimizer=_optimizer_seconds(shape, layout, device, constants),
     )
-
-
-def _once_a_step(shape: ModelShape, layout: Layout, links: Fabric, constants: Constants, slowest: _Pass) -> float:
-    """Of replicated gradients and updated parameters, what stands alone.
-
-    They travel once a step, behind the backward pass of the last micro-batch (or of each one); what is updated comes
-    back behind the forward pass of the first.
-    """
-    hides = _data_overlap(layout, constants)
-    gradients, parameters = _replica_seconds(shape, layout, links)
-    once = slowest.sharding if layout.gathers_once else 0.0
-    behind = hides * slowest.backward if layout.zero_sizes.overlaps else 0.0
-    waited = gradients * waited_share(shape, layout)
-    exposed = waited + _beyond(gradients - waited + once, behind, constants.data_exposed)
-    exposed *= layout.num_micro_batches if layout.reduces_each_micro_batch else 1
-    return exposed + _beyond(parameters, hides * slowest.forward, constants.data_exposed)
+    return combined(passes, once, layout, links, constants)
 
 
 def waited_share(shape: ModelShape, layout: Layout) -> float:
@@ -198,17 +108,6 @@ def _by_owners(layout: Layout) -> bool:
     """Our own trainer's DeepSpeed sends each part of a bucket to the rank that has it, unless these are many; as it
     comes it sends all to all."""
     return layout.engine == "deepspeed" and layout.library == "trainyard" and layout.zero_stage in (1, 2)
-
-
-def _data_overlap(layout: Layout, constants: Constants) -> float:
-    """Share of the computing behind which gradients and parameters travel: none where each collective is waited for."""
-    until = WAITED_UNTIL if layout.engine == "megatron" else EARLY
-    return 0.0 if layout.year < until else constants.data_overlap
-
-
-def _beyond(seconds: float, hidden: float, least: float) -> float:
-    """Of traffic of gradients or parameters, what stands alone if computing hides so much: at least a share."""
-    return max(least * seconds, seconds - hidden)
 
 
 SPREAD_DENSE = 1.2
@@ -234,15 +133,6 @@ def time_spread(shape: ModelShape, layout: Layout, device: Gpu) -> float:
     return SPREAD_NEW if recent else SPREAD_DENSE
 
 
-def bubble_passes(layout: Layout) -> float:
-    """Idle time of a pipeline rank per step, in micro-batches' full passes."""
-    if layout.pipeline == 1:
-        return 0.0
-    idle = (layout.pipeline - 1) / layout.chunks
-    # Zero-bubble schedules fill most of it with weight gradients (arXiv:2401.10241: a third of 1F1B's remains).
-    return idle / 3 if layout.schedule == "zero_bubble" else idle
-
-
 class _Rank(Operators):
     """Times of the operators of one rank for one micro-batch."""
 
@@ -251,7 +141,7 @@ class _Rank(Operators):
         self.shape, self.links, self.tokens = shape, links, layout.tokens_per_micro_batch
         self.moe_era = math.exp(-constants.moe_gain_per_year * (min(layout.year, 2027.0) - 2026.0))
 
-    def one_pass(self, stage: Stage) -> _Pass:
+    def one_pass(self, stage: Stage) -> Pass:
         """One micro-batch through a stage."""
         shape, layout, constants = self.shape, self.layout, self.constants
         frozen = layout.method != "full"
@@ -267,12 +157,18 @@ class _Rank(Operators):
             forward += count * max(work.forward, constants.launch_seconds)
             backward += count * max(work.backward(frozen=frozen), constants.launch_seconds)
             again += count * self._recomputed(work, constants.launch_seconds)
+        if layout.unfused and layout.library == "trainyard":
+            held = stage_params(shape, layout, stage).total
+            for_weights = Unfused(shape, layout).weights(held)
+            times = 1 / layout.num_micro_batches if layout.gathers_once else 1.0
+            forward += times * for_weights[0] / self.bytes_per_second
+            backward += times * for_weights[1] / self.bytes_per_second
         heads = (1 + shape.mtp_layers) * stage.head
         if heads:
-            head, launch = self._head_seconds(), constants.launch_seconds
-            forward += heads * max(head, launch)
-            backward += heads * max(head * (1.0 if frozen else 2.0), launch)
-        return _Pass(
+            head = self._head_seconds(frozen=frozen)
+            forward += heads * max(head[0], constants.launch_seconds)
+            backward += heads * (max(head[1], constants.launch_seconds) if head[1] else 0.0)
+        return Pass(
             forward=forward,
             backward=backward,
             recompute=again,
@@ -367,7 +263,7 @@ class _Rank(Operators):
             # All that is element-wise; torchtitan's selection by operator also computes half of the products again, and
             # our own trainer's the attention that drops scores, which has to draw the same numbers once more.
             drops = self.layout.library == "trainyard" and self.shape.attention_dropout
-            again = work.elementwise + work.scores * (drops and self.layout.flash_attention)
+            again = work.elementwise + work.unfused[0] + work.scores * (drops and self.layout.flash_attention)
             return again + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
         # Megatron's: the core of attention, which fused kernels compute again anyway.
         return 0.1 * work.scores if self.layout.flash_attention else work.scores
@@ -422,6 +318,13 @@ class _Rank(Operators):
             passes = constants.passes_early
         return passes * per_token * self.tokens * layout.element_bytes / self.bytes_per_second
 
+    def _moved(self, per_token: float, unfused: Callable[[], tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+        """Seconds of what is element-wise: by an era's kernels, or by an operation's own, forward and backward."""
+        if not self.layout.unfused:
+            return self._elementwise(per_token), (0.0, 0.0)
+        forward, backward = unfused()
+        return 0.0, (forward / self.bytes_per_second, backward / self.bytes_per_second)
+
     @property
     def _stream(self) -> float:
         """Elements of the layer's own width that a token has on a rank; twice as many where they are of fp32."""
@@ -439,8 +342,15 @@ class _Rank(Operators):
         last = self.product(self.tokens, shape.hidden, shape.value_dim / split)
         around = 6 * self._stream + 3 * width / split
         unpacked = self._unpacked((width + shape.query_dim) * shape.hidden / split)
-        elementwise = self._elementwise(around) + self._adapters()
-        return _Work(products + last, self._score_seconds(), elementwise, last=last, unpacked=unpacked)
+        around, unfused = self._moved(around, Unfused(shape, self.layout).attention_half)
+        return _Work(
+            products + last,
+            self._score_seconds(),
+            around + self._adapters(),
+            last=last,
+            unpacked=unpacked,
+            unfused=unfused,
+        )
 
     def _adapters(self) -> float:
         """LoRA beside a layer's products: matrices so narrow that only what they read and write takes time.
@@ -463,7 +373,10 @@ class _Rank(Operators):
         """Four-bit weights read, and written with 16 bits for the product that reads them."""
         if self.layout.method != "qlora":
             return 0.0
-        return weights * (QLORA_BYTES + self.layout.element_bytes) / self.bytes_per_second
+        each = QLORA_BYTES + self.layout.element_bytes
+        if self.layout.library == "trainyard":
+            each = UNPACKED_BYTES
+        return weights * each / self.bytes_per_second
 
     def _latent_products(self) -> float:
         """DeepSeek's projections down to the latents and up from them."""
@@ -485,6 +398,8 @@ class _Rank(Operators):
             return self.fused_attention(flops, shape.head_dim)
         # Tiles of such products are 64 wide.
         flops *= math.ceil(shape.head_dim / 64) * 64 / shape.head_dim
+        if layout.unfused:
+            return flops / (0.4 * self.attention_peak)  # `Unfused` has what moves
         matrix = self.tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes
         return flops / (0.4 * self.attention_peak) + matrix * constants.attention_matrix_passes / self.bytes_per_second
 
@@ -498,7 +413,8 @@ class _Rank(Operators):
         last = self.product(self.tokens, shape.hidden, width / split)
         around = 6 * self._stream + (inputs + 1) * width / split
         unpacked = self._unpacked((inputs + 1) * width * shape.hidden / split)
-        return _Work(products + last, 0.0, self._elementwise(around), last=last, unpacked=unpacked)
+        around, unfused = self._moved(around, lambda: Unfused(shape, self.layout).block(width))
+        return _Work(products + last, 0.0, around, last=last, unpacked=unpacked, unfused=unfused)
 
     def _fullest(self) -> float:
         """The tokens of the fullest rank's experts over the mean; with a capacity all have as many."""
@@ -554,18 +470,33 @@ class _Rank(Operators):
         unpacked = self._unpacked(shape.hidden * (shape.delta_projected + shape.delta_value_width) / split)
         return _Work(products + last, scores, around + rule, last=last, unpacked=unpacked)
 
-    def _head_seconds(self) -> float:
-        """The output projection and the loss."""
-        shape, layout, split = self.shape, self.layout, self.layout.tensor
-        if layout.library == "trainyard" and shape.vocab % split:
-            split = 1  # whole on every rank (training_container/trainer/strategies/tensor_parallel.py)
+    def _head_seconds(self, *, frozen: bool) -> tuple[float, float]:
+        """The output projection and the loss, forward and backward; our own trainer's, made in the head, has its
+        gradient at once."""
+        shape, layout = self.shape, self.layout
+        logits = self.tokens * shape.vocab / self._head_split
+        product, again = self._head_product(), 1.0 if frozen else 2.0
+        if layout.unfused and layout.loss_chunk_tokens is not None:
+            return (1 + again) * product + Unfused(shape, layout).loss(logits) / self.bytes_per_second, 0.0
+        forward = product + 3 * logits * 4 / self.bytes_per_second
+        return forward, forward * again
+
+    @property
+    def _head_split(self) -> int:
+        """Ranks that share the output projection."""
+        if self.layout.library == "trainyard" and self.shape.vocab % self.layout.tensor:
+            return 1  # whole on every rank (training_container/trainer/strategies/tensor_parallel.py)
+        return self.layout.tensor
+
+    def _head_product(self) -> float:
+        """The output projection."""
+        shape, layout, split = self.shape, self.layout, self._head_split
         product = self.product(self.tokens, shape.vocab / split, shape.hidden, wide=True)
         row_bytes = shape.vocab * max(2, layout.element_bytes)  # the head stays in 16 bits under narrower ones
         if split == 1 and row_bytes % 16 and not layout.pads_vocabulary:
             # Over several ranks others pad it: it has to divide.
             product /= self.constants.unaligned_speed
-        logits = self.tokens * shape.vocab / split * 4
-        return product + 3 * logits / self.bytes_per_second
+        return product
 
 
 def _sum(one: _Work, other: _Work) -> _Work:
@@ -577,6 +508,7 @@ def _sum(one: _Work, other: _Work) -> _Work:
         one.idle + other.idle,
         other.last,
         one.unpacked + other.unpacked,
+        (one.unfused[0] + other.unfused[0], one.unfused[1] + other.unfused[1]),
     )
 
 

@@ -18,7 +18,8 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory, memory, state_bytes, trained_state
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import StageParams
-from trainyard.planner.timing import StepTime, step_time
+from trainyard.planner.step import StepTime
+from trainyard.planner.timing import step_time
 from trainyard.spec.job import ImageSpec, JobSpec
 
 VICUNA = {"model_type": "llama", "vocab_size": 32064}

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainer.dry_run.watch import Answers
 from trainer.models.build import outline_model
 from trainer.models.configuration import configuration_in
+from trainer.models.quantized import PARTS
 from trainer.runtime import Runtime
 from trainer.strategies import Strategy, build_strategy, torch_engine
 from trainer.strategies.fsdp import COMPUTE_TYPES
@@ -91,10 +93,23 @@ def _with_spec(job: ResolvedJob, **changes: Any) -> ResolvedJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
 
 
-def build(job: ResolvedJob, runtime: Runtime, mode: FakeTensorMode) -> tuple[TorchStrategy, PreTrainedModel]:
-    """The rank's engine, and the model that it was made of."""
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a job."""
+
+    strategy: TorchStrategy
+    model: PreTrainedModel
+    """What the engine was made of."""
+    num_params: int
+    """Of the whole model, before it was cut; four-bit weights count as what they hold."""
+    num_trained: int
+
+
+def build(job: ResolvedJob, runtime: Runtime, mode: FakeTensorMode) -> Rank:
+    """The rank's engine and model."""
     model = _model_of(job)
     _take_values(model, mode)
+    params = [(_num_elements(name, weight), weight.requires_grad) for name, weight in model.named_parameters()]
     strategy: Strategy
     with _quiet(), _without_values(), Answers():
         if job.parallelism.engine == "deepspeed":
@@ -107,7 +122,17 @@ def build(job: ResolvedJob, runtime: Runtime, mode: FakeTensorMode) -> tuple[Tor
             with mode, Answers():
                 strategy = build_strategy(job, model=model, runtime=runtime)
     assert isinstance(strategy, TorchStrategy)
-    return strategy, model
+    return Rank(
+        strategy, model, sum(size for size, _ in params), sum(size for size, is_trained in params if is_trained)
+    )
+
+
+def _num_elements(name: str, weight: nn.Parameter) -> int:
+    """Weights that a parameter holds: two a byte of a four-bit matrix, whose scales are none."""
+    part = name.rpartition(".")[2]
+    if weight.requires_grad or part not in PARTS:
+        return weight.numel()
+    return 2 * weight.numel() if part == "codes" else 0
 
 
 class _TorchPart(TorchStrategy):

@@ -19,6 +19,7 @@ from trainer.dry_run.kernels import as_on_gpus
 from trainer.dry_run.ledger import CATEGORIES, Ledger
 from trainer.dry_run.messages import Kind, Messages
 from trainer.dry_run.watch import Watch
+from trainer.dry_run.work import PHASES, Work
 from trainer.runtime import Runtime
 from trainer.strategies import check_supported
 from trainer.strategies.mesh import place_of
@@ -49,6 +50,10 @@ class Step:
     """Bytes after the last backward pass: whatever the peak's moment, the update needs them."""
     messages: dict[Kind, tuple[int, int]]
     """Kind -> (messages, bytes)."""
+    work: Work
+    num_params: int
+    """Of the whole model."""
+    num_trained: int
     strategy: str
     choices: dict[str, str]
 
@@ -104,14 +109,15 @@ def _one_step(job: ResolvedJob, runtime: Runtime) -> Step:
 
 def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    strategy, model = build(job, runtime, mode)
-    ledger, messages = Ledger(), Messages(job.parallelism)
-    watch = Watch(ledger, messages)
+    built = build(job, runtime, mode)
+    strategy = built.strategy
+    ledger, messages, work = Ledger(), Messages(job.parallelism), Work()
+    watch = Watch(ledger, messages, work)
     for category, tensors in strategy.held().items():
         ledger.hold(tensors, category)
     with warnings.catch_warnings(), mode, as_on_gpus(job), ledger.watching_resizes():
         warnings.simplefilter("ignore")
-        batches = made_up(job, model.config)
+        batches = made_up(job, built.model.config)
         ledger.leave_out(tensors_of(batches))
         with watch.without_questions_of_shape(), watch.inside_of_fsdp(), watch:
             strategy.forward_backward(batches, sum(batch.num_target_tokens for batch in batches), watch.clock)
@@ -127,6 +133,9 @@ def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
         phase=peak.phase,
         gradients=gradients,
         messages=dict(messages.counts),
+        work=work,
+        num_params=built.num_params,
+        num_trained=built.num_trained,
         strategy=strategy.name,
         choices=strategy.choices,
     )
@@ -155,13 +164,36 @@ def _report(job: ResolvedJob, rank: int, steps: Sequence[Step]) -> dict[str, Any
         "place": asdict(place_of(job.parallelism, rank)),
         "strategy": last.strategy,
         "choices": last.choices,
+        "params": last.num_params,
+        "trained_params": last.num_trained,
         "memory_bytes": memory,
         "peak_bytes": sum(value or 0 for value in memory.values()) if is_whole else None,
         "peak_phase": last.phase,
         "gradients_bytes": _continued([step.gradients for step in steps], steps, count) if is_whole else None,
         "messages": messages if is_whole else None,
+        "work": _work(steps, count),
         "micro_batches": {"a_step": count, "traced": [step.num_micro_batches for step in steps]},
         "notes": _notes(job, steps),
+    }
+
+
+def _work(steps: Sequence[Step], count: int) -> dict[str, Any]:
+    """What the whole step computes, as JSON values: kinds of products and of attention, the other kernels' bytes."""
+
+    def kinds(name: str) -> list[dict[str, Any]]:
+        counted = [getattr(step.work, name) for step in steps]
+        return [
+            asdict(kind) | {"count": _continued([each[kind] for each in counted], steps, count)}
+            for kind in dict.fromkeys(kind for each in counted for kind in each)
+        ]
+
+    def phases(name: str) -> dict[str, int]:
+        counted = [getattr(step.work, name) for step in steps]
+        return {phase: _continued([each[phase] for each in counted], steps, count) for phase in PHASES}
+
+    return {
+        **{name: kinds(name) for name in ("products", "attention")},
+        **{name: phases(name) for name in ("moved_bytes", "kernels")},
     }
 
 

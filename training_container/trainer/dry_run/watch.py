@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.dry_run.ledger import Ledger
 from trainer.dry_run.messages import SPACES, Messages
+from trainer.dry_run.work import Work, phase_now
 
 _aten = torch.ops.aten
 _CASTS = frozenset({_aten._to_copy.default})
@@ -37,13 +38,13 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 class Watch(Answers):  # type: ignore[no-untyped-call]
-    """Notes what operations allocate and send. Enter it inside the mode whose tensors have no values.
+    """Notes what operations allocate, send and compute. Enter it inside the mode whose tensors have no values.
 
     It answers also for tensors that have values (an optimizer's count of steps): operations on them were not run."""
 
-    def __init__(self, ledger: Ledger, messages: Messages) -> None:
+    def __init__(self, ledger: Ledger, messages: Messages, work: Work) -> None:
         super().__init__()
-        self._ledger, self._messages = ledger, messages
+        self._ledger, self._messages, self._work = ledger, messages, work
         self._is_paused = False
 
     @contextmanager
@@ -105,6 +106,8 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if not isinstance(result, int | float):
             self._ledger.note(_tensors(result))
+        if any(isinstance(each, FakeTensor) for each in _tensors((args, kwargs, result))):
+            self._work.note(func, args, kwargs, result, phase=phase_now(self._ledger.phase))
         space = func.namespace
         if space in SPACES:
             tensors = self._messages.note(func, args, kwargs, result)

@@ -1,0 +1,224 @@
+"""Memory, time and FLOPs of a job by what dry runs of its ranks counted: beside a model's formulas, or in their place.
+
+A trace (`training_container/trainer/dry_run`) says what a rank holds at its peak, every product with its sizes, the
+bytes that its other kernels move, and every message. What these take on a GPU and its links are the formulas' own
+operators and constants (`operators`, `communication`, `step`); of the model's shapes nothing is asked here.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.hardware import Gpu
+from trainyard.planner.communication import (
+    Fabric,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    group,
+    send_seconds,
+)
+from trainyard.planner.constants import DEFAULT_MEMORY
+from trainyard.planner.layout import Layout, Precision
+from trainyard.planner.memory import Memory, workspace_bytes
+from trainyard.planner.operators import Operators
+from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, Constants
+from trainyard.spec.job import ParallelismSpec
+
+Trace = Mapping[str, Any]
+"""What `python -m trainer.dry_run` prints of a rank."""
+
+AXES = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
+"""Of the grid of ranks, from neighbours outwards: an axis' ranks lie as far apart as those before it are many."""
+
+KERNELS_A_LAYER = 45
+"""Of a layer whose launching takes `launch_seconds`: a Llama's has 49 forward, as traced, and 83 backward."""
+
+PEAK_PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "float64": "fp64"}
+"""Of a product's type, where it isn't of 16 bits."""
+
+SPREAD = 1.45
+"""80% interval of a step's time, by factor: assumed, as of images."""
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Seconds of a step's messages, before overlap."""
+
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+    sharding: float = 0.0
+    gradients: float = 0.0
+
+
+def traced_memory(trace: Trace, layout: Layout) -> Memory:
+    """The rank's memory at its peak. What a trace doesn't see is added as the formulas do: workspaces, and beside the
+    allocator what `Memory.needed` counts."""
+    held = trace["memory_bytes"]
+    return Memory(
+        parameters=held["parameters"],
+        gradients=held["gradients"],
+        optimizer=held["optimizer"],
+        activations=held["activations"] + held["temporaries"],
+        logits=0.0,
+        buffers=held["buffers"],
+        workspace=workspace_bytes(layout),
+        moving_error=DEFAULT_MEMORY.moving_error,
+    )
+
+
+def traced_step(
+    traces: Sequence[Trace],
+    parallelism: ParallelismSpec,
+    layout: Layout,
+    device: Gpu,
+    links: Fabric,
+    constants: Constants = DEFAULT_CONSTANTS,
+) -> StepTime:
+    """One optimizer step, by the traces of ranks of all kinds along the pipeline, the first one's before the last's."""
+    operators = _Traced(layout, device, constants)
+    said = [_messages(trace, parallelism, links, layout) for trace in traces]
+    passes = [
+        (operators.one_pass(trace, messages), index > 0 and index == len(traces) - 1)
+        for index, (trace, messages) in enumerate(zip(traces, said, strict=True))
+    ]
+    # Of a pipeline's sends those stand alone that fill and drain it, and a share of further stages'.
+    alone = layout.pipeline - 1 + constants.send_exposed * layout.num_micro_batches * (layout.chunks - 1)
+    once = OnceAStep(
+        gradients=max(messages.gradients for messages in said),
+        waited=0.0,
+        parameters=0.0,
+        pipeline=2 * alone * max(_longest_send(trace, parallelism, links) for trace in traces),
+        optimizer=max(operators.phase_seconds(trace, "optimizer") for trace in traces),
+    )
+    return combined(passes, once, layout, links, constants)
+
+
+def traced_flops(traces: Sequence[Trace], layout: Layout) -> float:
+    """FLOPs of one step's products and attention on all ranks, forward and backward: recomputation is not counted, of
+    causal scores all are, and a backward attention kernel counts as twice its forward one."""
+    ranks = [_flops(trace) for trace in traces]
+    return sum(ranks) / len(ranks) * layout.world_size
+
+
+def active_params(traces: Sequence[Trace], layout: Layout, *, is_frozen: bool) -> int:
+    """Weights that a token passes through, by products with weights: 6 FLOPs each a token, 4 where they are frozen."""
+    ranks = [
+        sum(_product_flops(each) for each in trace["work"]["products"] if each["of_weights"] and _counts(each))
+        for trace in traces
+    ]
+    tokens = layout.global_batch * layout.sequence_length
+    return round(sum(ranks) / len(ranks) * layout.world_size / tokens / (4 if is_frozen else 6))
+
+
+def _counts(kind: Mapping[str, Any]) -> bool:
+    return kind["phase"] in ("forward", "backward")
+
+
+def _product_flops(each: Mapping[str, Any]) -> float:
+    return 2.0 * float(each["rows"] * each["columns"] * each["depth"] * each["count"])
+
+
+def _attention_flops(each: Mapping[str, Any]) -> float:
+    """Of all scores and of both of their products, one kernel forward."""
+    pairs = each["sequences"] * each["heads"] * each["queries"] * each["keys"]
+    return 2.0 * float(pairs * (each["head_dim"] + each["value_dim"]))
+
+
+def _flops(trace: Trace) -> float:
+    work = trace["work"]
+    products = sum(_product_flops(each) for each in work["products"] if _counts(each))
+    passes = {"forward": 1.0, "backward": 2.0}
+    attention = (_attention_flops(each) * each["count"] * passes.get(each["phase"], 0.0) for each in work["attention"])
+    return products + float(sum(attention))
+
+
+class _Traced(Operators):
+    """What a trace counted, in seconds of a GPU."""
+
+    def one_pass(self, trace: Trace, messages: _Messages) -> Pass:
+        """A micro-batch's share of the step; what is sent once a step stays whole (`Layout.gathers_once`)."""
+        count = self.layout.num_micro_batches
+        seconds = {phase: self.phase_seconds(trace, phase) / count for phase in ("forward", "backward", "recompute")}
+        attention = sum(self._attention_seconds(each) * each["count"] for each in trace["work"]["attention"])
+        return Pass(
+            **seconds,
+            tensor=messages.tensor * self.constants.tensor_exposed_torch / count,
+            expert=messages.expert * self.constants.expert_exposed * self.constants.imbalance / count,
+            context=max(0.0, messages.context - attention) / count,
+            sharding=messages.sharding if self.layout.gathers_once else messages.sharding / count,
+        )
+
+    def phase_seconds(self, trace: Trace, phase: str) -> float:
+        """A whole step's: the GPU's own work, or the host's launching where that takes longer."""
+        work = trace["work"]
+        on_gpu: float = sum(
+            self._product_seconds(each) * each["count"] for each in work["products"] if each["phase"] == phase
+        )
+        on_gpu += sum(
+            self._attention_seconds(each) * each["count"] for each in work["attention"] if each["phase"] == phase
+        )
+        on_gpu += work["moved_bytes"][phase] / self.bytes_per_second
+        return max(on_gpu, float(work["kernels"][phase]) * self.constants.launch_seconds / KERNELS_A_LAYER)
+
+    def _product_seconds(self, each: Mapping[str, Any]) -> float:
+        precision = PEAK_PRECISIONS.get(each["dtype"])
+        operators = self
+        if precision is not None and precision != self.layout.precision:
+            wider = dataclasses.replace(self.layout, precision=precision)
+            operators = _Traced(wider, self.device, self.constants)
+        seconds = operators.product(each["rows"], each["columns"], each["depth"], each["groups"])
+        lengths = (each["columns"], each["depth"], each["rows"] if each["phase"] == "backward" else 0)
+        is_aligned = all(length * operators.layout.element_bytes % 16 == 0 for length in lengths)
+        return seconds if is_aligned else seconds / self.constants.unaligned_speed
+
+    def _attention_seconds(self, each: Mapping[str, Any]) -> float:
+        seconds = self.fused_attention(_attention_flops(each), each["head_dim"], is_causal=each["is_causal"])
+        return seconds * (2.5 if each["phase"] == "backward" else 1.0)
+
+
+def _messages(trace: Trace, parallelism: ParallelismSpec, links: Fabric, layout: Layout) -> _Messages:
+    """The seconds of a rank's messages, by what they are for."""
+    found: dict[str, float] = {}
+    for message in trace["messages"]:
+        purpose = _purpose(message)
+        if purpose is not None:
+            seconds = message["count"] * _message_seconds(message, parallelism, links)
+            found[purpose] = found.get(purpose, 0.0) + seconds
+    return _Messages(**found)
+
+
+def _purpose(message: Mapping[str, Any]) -> str | None:
+    """The field of `_Messages` that a kind of message counts in; None: its other end is counted, or the pipeline's."""
+    name, axis = message["name"], message["axis"]
+    if name == "receive" or (name == "send" and axis == "pipeline"):
+        return None
+    if name == "all_to_all":
+        return "context" if axis == "context" else "expert"
+    if axis in ("tensor", "context"):
+        return str(axis)
+    return "sharding" if name in ("all_gather", "reduce_scatter") else "gradients"
+
+
+def _longest_send(trace: Trace, parallelism: ParallelismSpec, links: Fabric) -> float:
+    """Seconds of one message to a pipeline's next rank."""
+    sends = [each for each in trace["messages"] if each["name"] == "send" and each["axis"] == "pipeline"]
+    return max((_message_seconds(each, parallelism, links) for each in sends), default=0.0)
+
+
+def _message_seconds(message: Mapping[str, Any], parallelism: ParallelismSpec, links: Fabric) -> float:
+    """One of them, of the mean size."""
+    bytes_ = message["bytes"] / message["count"]
+    axes = message["axis"].split(" x ")
+    nearest = min(AXES.index(axis) for axis in axes)
+    stride = 1
+    for axis in AXES[:nearest]:
+        stride *= getattr(parallelism, axis)
+    if message["name"] == "send":
+        return send_seconds(bytes_, between_nodes=stride >= links.gpus_per_node, links=links)
+    members = group(message["ranks"], stride, links.gpus_per_node)
+    kinds = {"all_reduce": all_reduce_seconds, "all_to_all": all_to_all_seconds}
+    return kinds.get(message["name"], all_gather_seconds)(bytes_, members, links)
