@@ -37,6 +37,9 @@ from trainyard.spec.backends import BackendName
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
+TRACE_SECONDS = 180.0
+"""A launch waits no longer for the dry run of a model without formulas: it goes on without a plan, and says so."""
+
 
 def launch(
     job: JobSpec,
@@ -201,7 +204,7 @@ def _plan_or_trace(job: JobSpec, region: str, book: PriceBook, say: Say) -> plan
         if job.compute.instance_type is None or not has_trainer():
             raise
     say("tracing a step, as there are no formulas for this model")
-    return plan_by_trace(job, region=region, book=book)
+    return plan_by_trace(job, region=region, book=book, timeout_seconds=TRACE_SECONDS)
 
 
 def local_job(job: JobSpec) -> JobSpec:

@@ -17,25 +17,30 @@ from trainyard.planner.vision_language import config_of
 from trainyard.spec.job import JobSpec, ResolvedJob
 
 
-def trace_rank(job: JobSpec, resolved: ResolvedJob, rank: int) -> dict[str, Any]:
+def trace_rank(
+    job: JobSpec, resolved: ResolvedJob, rank: int, *, timeout_seconds: float | None = None
+) -> dict[str, Any]:
     """What `python -m trainer.dry_run` says of a rank.
 
-    Needs torch on this machine. InputError and JobFailedError are the trainer's own lines.
+    Needs torch on this machine. InputError and JobFailedError are the trainer's own lines; JobFailedError too where it
+    takes longer than `timeout_seconds`.
     """
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="trainyard-dry-run-") as folder:
         path = Path(folder) / "resolved_job.json"
         path.write_text(resolved.model_dump_json(), encoding="utf-8")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "trainer.dry_run", "--resolved-job", str(path), "--rank", str(rank)),
-                *((["--model-config", json.dumps(known)]) if (known := known_configuration(job)) else []),
-            ],
-            env=trainer_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-m", "trainer.dry_run", "--resolved-job", str(path), "--rank", str(rank)]
+        if known := known_configuration(job):
+            command += ["--model-config", json.dumps(known)]
+        try:
+            done = subprocess.run(
+                command, env=trainer_environment(), capture_output=True, text=True, timeout=timeout_seconds
+            )
+        except subprocess.TimeoutExpired:
+            raise JobFailedError(
+                f"--dry-run: rank {rank} takes longer than {timeout_seconds:g} s to trace; trainyard plan JOB --dry-run"
+                " has no limit"
+            ) from None
     if done.returncode == 0:
         traced: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return traced
@@ -65,11 +70,16 @@ def plan_by_trace(
     region: str = DEFAULT_REGION,
     book: PriceBook | None = None,
     known: dict[int, dict[str, Any]] | None = None,
+    timeout_seconds: float | None = None,
 ) -> planner.Plan:
     """The plan of a job whose model has no formulas, as it is laid out; `known`: ranks that were traced already.
+    `timeout_seconds`: of each rank's trace.
 
     InputError and JobFailedError are the trainer's own lines, or say that this engine can't be planned so.
     """
     resolved, traced = planner.resolve(job), known or {}
-    traces = [traced.get(rank) or trace_rank(job, resolved, rank) for rank in ranks_to_trace(resolved)]
+    traces = [
+        traced.get(rank) or trace_rank(job, resolved, rank, timeout_seconds=timeout_seconds)
+        for rank in ranks_to_trace(resolved)
+    ]
     return planner.plan(job, region=region, book=book, formulas=formulas_of_traces(job, resolved, traces))

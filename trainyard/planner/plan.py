@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from trainyard.hardware import DEFAULT_REGION, PriceBook
+from trainyard.planner.compiling import gain_of_compiling
 from trainyard.planner.configurations import DATA, chosen_verdict, configuration, verdict_of
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.goodput import RECOVERY_OBJECTIVE_SECONDS, SPOT_HOURS_BETWEEN_RECLAIMS
@@ -95,6 +96,7 @@ def plan(
             *formulas.notes,
             *_notes_of_storage(job, cost, region, book),
             *_notes(job, steps, machines, configurations, chosen, checkpoint),
+            *_note_of_compiling(job, chosen, machines, formulas),
         ),
     )
 
@@ -186,6 +188,20 @@ def _notes(
             f"{RECOVERY_OBJECTIVE_SECONDS:.0f}"
         )
     return notes
+
+
+def _note_of_compiling(job: JobSpec, chosen: Configuration, machines: Machines, formulas: Formulas) -> list[str]:
+    layout = layout_of(
+        job,
+        chosen.parallelism,
+        micro_batch=chosen.micro_batch_size,
+        num_micro_batches=chosen.gradient_accumulation_steps,
+        recompute=chosen.activation_checkpointing,
+    )
+    gain = gain_of_compiling(job, chosen, layout, machines, formulas)
+    if gain is None or gain < NOTEWORTHY_GAIN:
+        return []
+    return [f"training.compile: true is estimated {gain:.0%} faster: fewer passes through memory beside the products"]
 
 
 def _notes_of_deepspeed(parallelism: ParallelismSpec) -> list[str]:

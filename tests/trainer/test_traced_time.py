@@ -1,0 +1,197 @@
+"""What a step takes, by what a dry run counted and by the formulas; and plans of models that have no formulas."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from trainer.dry_run.trace import trace
+from trainer.models.build import outline_model
+from trainer.runtime import Runtime
+from trainer.strategies import build_strategy
+from trainer_testing.agreement import FEW, dry_run_cases
+from trainer_testing.strategy_worker import no_clock
+from trainer_testing.tiny import MODEL, rank_batches, tiny_job
+
+from trainyard import planner
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.hardware import gpu
+from trainyard.launch import launcher
+from trainyard.planner.communication import EFA, fabric
+from trainyard.planner.reading import shape_of
+from trainyard.planner.timing import step_time
+from trainyard.planner.traced import active_params, traced_flops, traced_step
+from trainyard.planner.traced_plan import formulas_of_traces, layout_of_trace, ranks_to_trace
+from trainyard.spec.job import JobSpec
+from trainyard.spec.support import DOCUMENT_FAMILIES
+
+WIDE = {**FEW, "num_hidden_layers": 4, "intermediate_size": 6144}
+LINKS = fabric(gpu("H100"), 8, 400, EFA)
+
+
+def wide_job(model_type: str, layout: dict[str, int], adapter: str | None = None, **training: Any) -> JobSpec:
+    """Four layers, four sequences of 2,048 tokens a micro-batch."""
+    cases, model = dry_run_cases(), {"model_type": model_type, **WIDE}
+    settings = {"micro_batch_size": 4, "global_batch_size": 4 * layout.get("data_shard", 1), **training}
+    if adapter is None:
+        job = cases.few_layers(layout, model, **settings)
+    else:
+        job = cases.adapted(layout, adapter, model, **settings)
+    masks = model_type in DOCUMENT_FAMILIES
+    return job.model_copy(update={"data": job.data.model_copy(update={"document_masks": masks})})
+
+
+def seconds(job: JobSpec, world_size: int) -> tuple[float, float]:
+    """(by the formulas, by the trace) of a step on H100."""
+    resolved = planner.resolve(job, world_size=world_size)
+    layout, shape = layout_of_trace(job, resolved), shape_of(job)
+    assert shape is not None
+    traces = [trace(resolved, rank) for rank in ranks_to_trace(resolved)]
+    counted = traced_step(traces, resolved.parallelism, layout, gpu("H100"), LINKS)
+    return step_time(shape, layout, gpu("H100"), LINKS).total, counted.total
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "qwen3", "gemma3_text", "olmo", "phi", "gpt_neox", "starcoder2", "gemma2"],
+)
+def test_formulas_and_trace_agree_on_a_steps_time(model_type: str) -> None:
+    """Of norms of all kinds, gates or none, rotated or not, and attention that is written out (Gemma 2)."""
+    reckoned, counted = seconds(wide_job(model_type, {"data_shard": 8}), 8)
+    assert reckoned == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["olmo2", "phi3", "nemotron", "stablelm", "gpt2", "cohere", "qwen2"])
+def test_so_they_do_for_further_families(model_type: str) -> None:
+    reckoned, counted = seconds(wide_job(model_type, {"data_shard": 8}), 8)
+    assert reckoned == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapter", "training"),
+    [
+        ({"data_shard": 8}, None, {"activation_checkpointing": "full"}),
+        ({"data_shard": 8}, None, {"activation_checkpointing": "selective"}),
+        ({"data_shard": 8}, "lora", {}),
+        ({"data_shard": 8}, "qlora", {}),
+        ({"data_replicate": 8}, None, {"global_batch_size": 32}),
+        ({"data_shard": 4, "tensor": 2}, None, {"global_batch_size": 64}),
+        ({"data_shard": 2, "tensor": 2, "pipeline": 2}, None, {"global_batch_size": 32}),
+    ],
+    ids=["full", "selective", "lora", "qlora", "ddp", "tensor", "pipeline"],
+)
+def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | None, training: dict[str, Any]) -> None:
+    reckoned, counted = seconds(wide_job("llama", layout, adapter, **training), 8)
+    assert reckoned == pytest.approx(counted, rel=0.15)
+
+
+def test_a_traces_products_are_those_that_torch_counts() -> None:
+    """Of one process: a real step on this machine, by torch's own counter of FLOPs."""
+    job = tiny_job("single", 1, precision="fp32")
+    eager = job.spec.model.model_copy(update={"attention": "eager"})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"model": eager})})
+    alone = Runtime(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), control_group=None)  # type: ignore[arg-type]  # nobody to talk to
+    strategy = build_strategy(job, model=outline_model(job, vocab_size=MODEL["vocab_size"]), runtime=alone)
+    with FlopCounterMode(display=False) as counter:
+        strategy.forward_backward(rank_batches(job, 1, 0), 100, no_clock)
+    found = traced_flops([trace(job, 0)], layout_of_trace(job.spec, job))
+    assert found == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
+def test_what_is_computed_again_is_no_work_of_the_model() -> None:
+    """Recomputation has its own phase: as many FLOPs are counted, and the forward passes' products are found twice."""
+    plain, again = (
+        trace(planner.resolve(wide_job("llama", {"data_shard": 8}, activation_checkpointing=kind), world_size=8), 0)
+        for kind in ("none", "full")
+    )
+    layout = layout_of_trace(
+        job := wide_job("llama", {"data_shard": 8}, activation_checkpointing="none"), planner.resolve(job, world_size=8)
+    )
+    assert traced_flops([again], layout) == traced_flops([plain], layout)
+    assert plain["work"]["moved_bytes"]["recompute"] == 0 == plain["work"]["kernels"]["recompute"]
+    products = {
+        phase: sum(each["count"] for each in again["work"]["products"] if each["phase"] == phase)
+        for phase in ("recompute", "forward")
+    }
+    assert products["recompute"] == 4 * 6, "four layers' products but the last of each, which nobody reads"
+    shape = shape_of(job)
+    assert shape is not None
+    # An embedding's rows are looked up, not multiplied.
+    multiplied = shape.params - shape.vocab * shape.hidden
+    assert active_params([again], layout, is_frozen=False) == pytest.approx(multiplied, rel=0.01)
+
+
+APERTUS = {
+    "model_type": "apertus",
+    **{"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "vocab_size": 2048},
+}
+"""A family that has no formulas."""
+
+
+def job_file(folder: Path, **changes: Any) -> Path:
+    job = {
+        "name": "apertus",
+        "model": {"config": APERTUS},
+        "data": {"train": [{"path": "s3://acme-data/text", "format": "tokens"}], "sequence_length": 512},
+        "training": {"steps": 1000, "global_batch_size": 32, "learning_rate": 1e-4, "precision": "bf16"},
+        "parallelism": {"data_shard": 8},
+        "compute": {"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 1},
+        "tenant": "acme",
+    } | changes
+    (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")
+    return folder / "job.yaml"
+
+
+def test_a_model_without_formulas_is_planned_by_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = job_file(tmp_path)
+    assert run(["plan", str(path)]) == 2
+    assert "trainyard plan JOB --dry-run plans it" in capsys.readouterr().err
+    assert run(["plan", str(path), "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (chosen,) = plan["configurations"]
+    traced = plan["dry_run"]
+    assert plan["params"] == traced["params"] > 2 * 512 * 2048
+    assert chosen["fits"] is True
+    assert chosen["memory"]["parameters_gib"] * 2**30 == traced["memory_bytes"]["parameters"]
+    assert chosen["time"]["step_seconds"] == pytest.approx(sum(traced["seconds_of_step"]["traced"].values()))
+    assert traced["seconds_of_step"]["formulas"] is None
+    assert plan["cost"]["planned_usd"] > 0
+    assert any("by a dry run" in note for note in plan["notes"])
+
+
+def test_a_launch_holds_such_a_plan_against_its_limits(tmp_path: Path) -> None:
+    from trainyard.spec.job import load_job
+
+    said: list[str] = []
+    tight = load_job(job_file(tmp_path, budget={"max_usd": 0.01}), [])
+    plan, refusals = launcher.planned(tight, say=said.append)
+    assert "unplanned" not in plan and "tracing a step, as there are no formulas for this model" in said
+    assert any("0.01" in refusal for refusal in refusals), refusals
+
+
+def test_a_launch_goes_on_where_a_trace_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainyard.spec.job import load_job
+
+    monkeypatch.setattr(launcher, "TRACE_SECONDS", 0.01)
+    said: list[str] = []
+    plan, refusals = launcher.planned(load_job(job_file(tmp_path), []), say=said.append)
+    assert refusals == [] and "0.01 s" in plan["unplanned"]
+    assert any("nothing holds memory, hours and dollars" in line for line in said)
+
+
+def test_under_deepspeed_a_trace_is_no_plan() -> None:
+    job = wide_job("llama", {"data_shard": 8})
+    zero = job.model_copy(
+        update={
+            "parallelism": job.parallelism.model_copy(  # type: ignore[union-attr]  # stated
+                update={"engine": "deepspeed", "data_replicate": 8, "data_shard": 1, "zero_stage": 2}
+            )
+        }
+    )
+    with pytest.raises(InputError, match="plan it with engine torch"):
+        formulas_of_traces(zero, planner.resolve(zero, world_size=8), [])
