@@ -22,10 +22,16 @@ from trainer.dry_run.trace import trace  # noqa: E402
 from trainyard.cli.dry_running import STATE, compared, planned_bytes  # noqa: E402
 from trainyard.launch.tracing import known_configuration  # noqa: E402
 from trainyard.planner import resolve  # noqa: E402
+from trainyard.planner.communication import fabric_of  # noqa: E402
+from trainyard.planner.formulas import formulas_of  # noqa: E402
+from trainyard.planner.reading import machines_of  # noqa: E402
+from trainyard.planner.traced import traced_step  # noqa: E402
+from trainyard.planner.traced_plan import layout_of_trace, ranks_to_trace  # noqa: E402
 from trainyard.spec.job import AdapterSpec, JobSpec, load_job  # noqa: E402
 
 PAGE = ROOT / "docs" / "dry_run.md"
 BEGIN, END = "<!-- agreement: written by benchmarks/planner_dry_run.py -->", "<!-- end of agreement -->"
+TIMES_BEGIN, TIMES_END = "<!-- times: written by benchmarks/planner_dry_run.py --times -->", "<!-- end of times -->"
 
 SEVEN_BILLION: dict[str, Any] = {
     "model_type": "llama",
@@ -280,6 +286,35 @@ def table(names: list[str]) -> str:
     return "\n".join(lines)
 
 
+TIMED = ("llama-8b-lora", "llama-7b", "llama-70b", "gpt-175b")
+"""Jobs whose step is reckoned in seconds, too."""
+
+
+def times_table() -> str:
+    """The step of each of `TIMED` by formulas and by the trace of its pipeline's first and last ranks, as Markdown."""
+    lines = ["| job | a step: trace, formulas | forward and backward | the rest |", "|---|---|---|---|"]
+    for name in TIMED:
+        job = load_job(ROOT / "jobs" / f"{name}.yaml")
+        resolved, machine = resolve(job), machines_of(job).instance
+        assert machine is not None and machine.gpu is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            known = with_configuration(resolved, known_configuration(job))
+            traces = [trace(known, rank) for rank in ranks_to_trace(resolved)]
+        layout, links = layout_of_trace(job, resolved), fabric_of(machine)
+        counted = traced_step(traces, resolved.parallelism, layout, machine.gpu, links)
+        reckoned = formulas_of(job).step(layout, machine.gpu, links)
+        computing = [step.forward + step.backward + step.recompute for step in (counted, reckoned)]
+        others = [step.total - part for step, part in zip((counted, reckoned), computing, strict=True)]
+        cells = [_seconds(counted.total, reckoned.total), _seconds(*computing), _seconds(*others)]
+        lines.append(f"| `jobs/{name}.yaml`, {layout.words()} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _seconds(traced: float, planned: float) -> str:
+    return f"{traced:.3g}, {planned:.3g} s ({planned / traced - 1:+.0%})"
+
+
 def merged(there: str, written: str) -> str:
     """The page's table with the rows that were written now in their places; what has no place yet comes last.
 
@@ -307,16 +342,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--times", action="store_true", help="the table of seconds, not that of bytes")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(CASES)):
         parser.error(f"no such case: {', '.join(unknown)}")
-    written = table(options.names or list(CASES))
+    written = times_table() if options.times else table(options.names or list(CASES))
     if not options.write:
         print(written)
         return
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    there, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{merged(there, written)}\n{END}{after}", encoding="utf-8")
+    begin, end = (TIMES_BEGIN, TIMES_END) if options.times else (BEGIN, END)
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    there, after = rest.split(end)
+    made = written if options.times else merged(there, written)
+    PAGE.write_text(f"{before}{begin}\n{made}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
     python benchmarks/planner_unseen.py [--rows FILE ...] [--dump FILE] [--as-first-read]
 
-A FILE (benchmarks/data/planner_unseen.csv, and planner_unseen_2.csv, which was written down when all that the first one
-taught was known) has a line per published figure: where it stands, what the page says, the
-request as `trainyard predict --jsonl` reads it, and the figure. No constant is fitted to these lines, and nothing is
-inferred from a source: what a page doesn't say is not in the request. `restated` is what was added after the first
-prediction, because the planner could not be told it then or the first reading had left it out; --as-first-read
-leaves it away.
+A FILE (benchmarks/data/planner_unseen.csv; planner_unseen_2.csv and _3.csv, each written down when all that those
+before it taught was known) has a line per published figure: where it stands, what the page says, the request as
+`trainyard predict --jsonl` reads it, and the figure. No constant is fitted to these lines, and nothing is inferred
+from a source: what a page doesn't say is not in the request. `restated` is what was added after the first prediction,
+because the planner could not be told it then or the first reading had left it out; --as-first-read leaves it away.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from planner_accuracy import Answer, Score, answer, fits_line, line
 from trainyard.planner.predict import understand
 
 DATA = Path(__file__).resolve().parent / "data"
-ROWS = (DATA / "planner_unseen.csv", DATA / "planner_unseen_2.csv")
+ROWS = (DATA / "planner_unseen.csv", DATA / "planner_unseen_2.csv", DATA / "planner_unseen_3.csv")
 
 PREDICTED: dict[str, Callable[[Answer], float]] = {
     "tokens_per_second_per_gpu": lambda result: result["tokens_per_second_per_gpu"],

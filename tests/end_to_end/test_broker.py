@@ -11,7 +11,7 @@ from trainyard.launch.place import TenantAccess
 from trainyard.launch.queue_backend import backend_of
 
 # The first of the folder: the quickstart's time counts as its own.
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(3600), pytest.mark.slow]
 # Far too long to end by itself: it must hold its instances until the test stops it.
 LONG = ("training.steps=5000", "training.schedule.warmup_steps=1", "checkpoint.every_steps=5000", "compute.spot=false")
 

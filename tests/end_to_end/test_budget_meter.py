@@ -16,7 +16,7 @@ from trainyard.launch import watch
 from trainyard.launch.backend import LogLine
 from trainyard.launch.place import TenantAccess
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800), pytest.mark.slow]
 DEADLINE_SECONDS = 600.0
 MODEL = {
     "model_type": "llama",

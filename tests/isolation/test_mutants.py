@@ -9,6 +9,8 @@ import pytest
 from trainyard.isolation import Site, Survey, survey
 from trainyard.isolation.mutants import OWN_ONLY, REFUSES_MORE, mutants
 
+pytestmark = pytest.mark.slow
+
 SURVIVORS = Path(__file__).with_name("survivors.txt")
 
 

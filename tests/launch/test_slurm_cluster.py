@@ -160,6 +160,7 @@ def test_a_preempted_job_saves_and_comes_back(desk: Desk) -> None:
     assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["preempted"]
 
 
+@pytest.mark.slow
 def test_a_start_that_slurm_ends_is_not_held_up_by_telling_its_tasks_once_more(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_lost_host_requeues_as_often_as_the_job_says(desk: Desk) -> None:
     assert status.record.attempt.failure.startswith("host node2 is gone")
 
 
+@pytest.mark.slow
 def test_a_frozen_host_that_the_others_gave_up_is_ended_and_the_job_comes_back(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_a_frozen_host_that_the_others_gave_up_is_ended_and_the_job_comes_back(
     assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["host node2 is gone"]
 
 
+@pytest.mark.slow
 def test_a_task_that_does_not_save_in_time_is_killed_and_the_job_comes_back(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +295,7 @@ def test_a_requeue_that_a_controller_does_not_hear_is_asked_for_again(desk: Desk
     assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["host node2 is gone"]
 
 
+@pytest.mark.slow
 def test_a_save_that_nobody_asked_for_requeues_then_stops(desk: Desk) -> None:
     record = desk.launch("asks", "exit 75", max_resumes=1)
     status = desk.ended(record)

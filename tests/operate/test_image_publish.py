@@ -301,6 +301,7 @@ def test_a_bad_layout_reaches_no_account(
     assert told in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_command_pushes_and_releases_and_pushes_alone_for_a_canary(
     platform: Account, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,6 +331,7 @@ def program(*arguments: str, folder: Path | None = None, secret: str = "") -> tu
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
+@pytest.mark.slow
 def test_the_stand_in_for_docker_pushes_what_was_judged_where_ecr_says_and_is_nothing_else(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,11 @@ from planner_unseen import PREDICTED, ROWS, Unseen, kind, report, scores  # noqa
 
 from trainyard.planner import predict  # noqa: E402
 
+REFUSED = frozenset(
+    row["address"] for row in csv.DictReader(ROWS[2].open(encoding="utf-8")) if row["source"] == "SmolLM3 blog (H100)"
+)
+"""Its batch is no multiple of its ranks, as its layout is in a picture alone: counted as the worst error."""
+
 PAGE = (REPOSITORY / "docs" / "planner_accuracy.md").read_text(encoding="utf-8")
 
 
@@ -26,7 +31,7 @@ def _rows(which: int = 0) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(("which", "least"), [(0, 200), (1, 100)])
+@pytest.mark.parametrize(("which", "least"), [(0, 200), (1, 100), (2, 100)])
 def test_every_row_says_where_it_is_from_and_nothing_of_it_goes_unread(which: int, least: int) -> None:
     rows = _rows(which)
     assert len(rows) >= least and len({row["address"] for row in rows}) >= 15
@@ -34,7 +39,8 @@ def test_every_row_says_where_it_is_from_and_nothing_of_it_goes_unread(which: in
         assert row["page_says"] and re.match(r"arXiv:\d{4}\.\d{5}|[\w.-]+\.\w+/\S", row["address"]), row
         assert row["metric"] in PREDICTED and math.isfinite(float(row["value"]))
         request = json.loads(row["request"]) | json.loads(row["restated"] or "{}")
-        assert "ignored_fields" not in predict(request), row
+        if row["address"] not in REFUSED:
+            assert "ignored_fields" not in predict(request), row
 
 
 def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
@@ -42,7 +48,9 @@ def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
     return f"{statistics.median(errors):.1%}", f"{errors[math.ceil(0.9 * len(errors)) - 1]:.1%}"
 
 
-@pytest.mark.parametrize(("which", "label"), [(0, "today"), (1, "today, the second pages")])
+@pytest.mark.parametrize(
+    ("which", "label"), [(0, "today"), (1, "today, the second pages"), (2, "the third pages, first and today")]
+)
 def test_the_page_prints_todays_scores(which: int, label: str) -> None:
     found = list(scores(_rows(which)))
     held = [item.held for item in found if item.held is not None]

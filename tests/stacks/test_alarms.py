@@ -95,6 +95,7 @@ def alarms(templates: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_each_alarm_has_its_fault_here(alarms: dict[str, Any]) -> None:
     assert set(alarms) == set(FAULTS)
 

@@ -15,7 +15,10 @@ ATTENTION_FIRST = {"layer_types": ["full_attention", "linear_attention", "linear
 SHARDED, COPIED = {"data_shard": 8}, {"data_replicate": 8}
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.full), "full"])
+@pytest.mark.parametrize(
+    "recompute",
+    ["none", pytest.param("selective", marks=pytest.mark.full), pytest.param("full", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "model",
     [{"model_type": "qwen3_5_text"}, {"model_type": "qwen3_next", **ROUTED}],
@@ -28,11 +31,13 @@ def test_closed_form_and_trace_agree(model: dict[str, Any], recompute: str) -> N
     assert found.planned["buffers"] == pytest.approx(found.traced["buffers"], rel=STATIC)
 
 
+@pytest.mark.slow
 def test_so_they_do_in_autocast_which_narrows_what_products_read() -> None:
     found = agreement(DELTA | {"model_type": "qwen3_5_text"} | DELTAS_ALONE, COPIED)
     assert abs(found.activations) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_so_they_do_with_adapters(adapter: str) -> None:
     found = agreement(DELTA | {"model_type": "qwen3_5_text"} | ATTENTION_FIRST, SHARDED, adapter=adapter)

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.strategies.fsdp import synchronization
 
+pytestmark = pytest.mark.slow
+
 ROWS = 61
 """Of a matrix beside which nothing of its size is in memory."""
 

@@ -228,6 +228,8 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_for_object_detection, loss_utils
 from transformers.quantizers import quantizer_torchao
 from transformers.utils import import_utils
+
+pytestmark = pytest.mark.slow
 def brought():
     print([name in sys.modules for name in ("scipy.optimize", "torchao")])
 brought()

@@ -193,6 +193,7 @@ AVERAGED: list[tuple[str, dict[str, Any]]] = [
 """Of a tied model: a pipeline has its average at both ends, and in zero_bubble one rank has both."""
 
 
+@pytest.mark.slow
 def test_averages_are_one_processs_on_the_way_and_after_a_resume_under_another_layout(tmp_path: Path) -> None:
     """No loss depends on them: they are compared themselves, in float64."""
     job = {"model": TIED, "optimizer": KINDS["average"], "precision": "fp64"}

@@ -132,6 +132,7 @@ def test_larger_products_move_it_alike(tmp_path: Path) -> None:
     check([request(name, layout, MOVED, tmp_path) for name, layout in LARGER.items()], 4, ones)
 
 
+@pytest.mark.slow
 def test_without_a_rate_it_stays_what_the_models_files_have(tmp_path: Path) -> None:
     """Then it is the checkpoint's, too: those that go on begin with zeros."""
     save_sources(tmp_path, ["DeepSeek-V3"])
