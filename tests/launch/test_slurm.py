@@ -18,7 +18,7 @@ from trainer.host.losses import _diagnosis
 
 from trainyard import planner
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
-from trainyard.launch import cluster, cluster_shell
+from trainyard.launch import cluster, cluster_shell, slurm_backend
 from trainyard.launch.backend import AwayError, LogCursor, LogLine, SilentError
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.checks import refused_by_month, refused_by_tenant
@@ -631,3 +631,22 @@ def test_no_slurm_here_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(cluster, "has_slurm_here", lambda: False)
     with pytest.raises(InputError, match="there is no `sbatch` on the PATH here"):
         cluster.launch_on_slurm_here(cluster_job(), tmp_path)
+
+
+def test_a_look_at_a_job_that_ends_meanwhile_tells_no_end_without_its_words(tmp_path: Path) -> None:
+    """The script writes its last event, then its outcome: whoever reads them the other way round may miss the first."""
+    (tmp_path / "submitted").write_text("attempt=1\nid=7\n", encoding="utf-8")
+    os.mkfifo(tmp_path / "events")
+    looking = subprocess.Popen(
+        ["bash", "-c", slurm_backend._LOOK, "look", str(tmp_path)],
+        env={"PATH": "/usr/bin:/bin"},  # no Slurm there
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with (tmp_path / "events").open("w", encoding="utf-8") as events:  # opens when it is read
+        (tmp_path / "outcome").write_text("attempt=1\nstate=Stopped\nseconds=1\nfailure=\n", encoding="utf-8")
+        events.write("1\tTraining\t2026-01-31T12:00:00Z\tnode1, start 1\n")
+    told = looking.communicate(timeout=60)[0]
+    look = read_looks(told.splitlines())[str(tmp_path)]
+    assert [event.state for event in look.events] == ["Training"]
+    assert look.outcome == {}, "it is looked at again"

@@ -88,8 +88,9 @@ for directory in "$@"; do
   fi
   [ -n "$slurm" ] && echo "slurm $slurm"
   [ -e stop_requested ] && echo "stopping"
-  sed 's/^/event /' events 2> /dev/null
+  # Before the events are read: the last of them is written first, so that no end is told without its words.
   sed 's/^/outcome /' outcome 2> /dev/null
+  sed 's/^/event /' events 2> /dev/null
 done
 exit 0
 """

@@ -118,7 +118,11 @@ def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, formulas: F
         recompute=resolved.activation_checkpointing,
     )
     chosen = configuration(job, resolved.parallelism, own, machines, formulas)
-    reason = "as the job states" if job.parallelism != "auto" else "the least recomputation and sharding that fits"
+    reason = "the least recomputation and sharding that fits"
+    if job.parallelism != "auto":
+        reason = "as the job states"
+    elif formulas.shape is None:
+        reason = "plain data parallelism, what auto is where a model's layouts can't be compared"
     chosen = chosen.model_copy(update={"chosen": True, "verdict": chosen_verdict(chosen, reason)})
     others = []
     shape = formulas.shape
