@@ -32,6 +32,8 @@ from trainer import collective_names, lean_imports
 from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config
 
+pytestmark = pytest.mark.slow
+
 older_torch_is_silent = pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11, which also runs, doesn't say it")
 
 
@@ -228,8 +230,6 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_for_object_detection, loss_utils
 from transformers.quantizers import quantizer_torchao
 from transformers.utils import import_utils
-
-pytestmark = pytest.mark.slow
 def brought():
     print([name in sys.modules for name in ("scipy.optimize", "torchao")])
 brought()
