@@ -125,6 +125,26 @@ def test_what_is_computed_again_is_no_work_of_the_model() -> None:
     assert active_params([again], layout, is_frozen=False) == pytest.approx(multiplied, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data_shard": 2, "pipeline": 4},
+        {"data_shard": 2, "pipeline": 2, "pipeline_schedule": "zero_bubble"},
+    ],
+    ids=["four stages", "zero_bubble"],
+)
+def test_one_stage_of_a_pipeline_has_the_head(layout: dict[str, Any]) -> None:
+    """Which of the two traced ranks that is, zero_bubble decides; nothing is computed again."""
+    job = wide_job("llama", layout, global_batch_size=32)
+    resolved, shape = planner.resolve(job, world_size=8 if layout["pipeline"] == 4 else 4), shape_of(job)
+    assert shape is not None
+    traces = [trace(resolved, rank) for rank in ranks_to_trace(resolved)]
+    found = traced_flops(traces, layout_of_trace(job, resolved))
+    length = job.data.sequence_length
+    assert found == pytest.approx(shape.flops_per_token(length) * 32 * length, rel=0.02)
+    assert all(each["work"]["kernels"]["recompute"] == 0 for each in traces)
+
+
 APERTUS = {
     "model_type": "apertus",
     **{"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8},

@@ -12,7 +12,7 @@ from trainyard.errors import InputError, JobFailedError
 from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch.local_backend import check_trainer, trainer_environment
 from trainyard.planner.families import own_config_from_source
-from trainyard.planner.traced_plan import formulas_of_traces, ranks_to_trace
+from trainyard.planner.traced_plan import check_traceable, formulas_of_traces, ranks_to_trace
 from trainyard.planner.vision_language import config_of
 from trainyard.spec.job import JobSpec, ResolvedJob
 
@@ -73,13 +73,13 @@ def plan_by_trace(
     timeout_seconds: float | None = None,
 ) -> planner.Plan:
     """The plan of a job whose model has no formulas, as it is laid out; `known`: ranks that were traced already.
-    `timeout_seconds`: of each rank's trace.
+    `timeout_seconds`: of all ranks' traces together.
 
     InputError and JobFailedError are the trainer's own lines, or say that this engine can't be planned so.
     """
     resolved, traced = planner.resolve(job), known or {}
-    traces = [
-        traced.get(rank) or trace_rank(job, resolved, rank, timeout_seconds=timeout_seconds)
-        for rank in ranks_to_trace(resolved)
-    ]
+    check_traceable(resolved)
+    ranks = ranks_to_trace(resolved)
+    share = None if timeout_seconds is None else timeout_seconds / len(ranks)
+    traces = [traced.get(rank) or trace_rank(job, resolved, rank, timeout_seconds=share) for rank in ranks]
     return planner.plan(job, region=region, book=book, formulas=formulas_of_traces(job, resolved, traces))

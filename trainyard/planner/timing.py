@@ -157,7 +157,7 @@ class _Rank(Operators):
             forward += count * max(work.forward, constants.launch_seconds)
             backward += count * max(work.backward(frozen=frozen), constants.launch_seconds)
             again += count * self._recomputed(work, constants.launch_seconds)
-        if layout.unfused and layout.library == "trainyard":
+        if layout.library == "trainyard":  # compiled or not: blocks alone are compiled
             held = stage_params(shape, layout, stage).total
             for_weights = Unfused(shape, layout).weights(held)
             times = 1 / layout.num_micro_batches if layout.gathers_once else 1.0
@@ -436,11 +436,13 @@ class _Rank(Operators):
         shared = self._mlp(shape.shared_ffn)
         passes = constants.moe_passes * self.moe_era * hidden + (inputs + 1) * shape.moe_ffn
         moved = copies * passes * layout.element_bytes / self.bytes_per_second
-        around = self._elementwise(6 * shape.hidden / layout.norm_split)
+        # Of an unfused layer the shared expert's block has the norm and the residual.
+        around = 0.0 if sum(shared.unfused) else self._elementwise(6 * shape.hidden / layout.norm_split)
         idle = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
         held = shape.experts / layout.expert_split * (inputs + 1) * shape.moe_ffn * hidden
         unpacked = self._unpacked(held) + shared.unpacked
-        return _Work(products + shared.products, 0.0, moved + around + shared.elementwise, idle, unpacked=unpacked)
+        moved += around + shared.elementwise
+        return _Work(products + shared.products, 0.0, moved, idle, unpacked=unpacked, unfused=shared.unfused)
 
     def _mamba(self) -> _Work:
         """Projections in and out, the convolution and the scan, which is bound by memory."""
@@ -476,7 +478,7 @@ class _Rank(Operators):
         shape, layout = self.shape, self.layout
         logits = self.tokens * shape.vocab / self._head_split
         product, again = self._head_product(), 1.0 if frozen else 2.0
-        if layout.unfused and layout.loss_chunk_tokens is not None:
+        if layout.library == "trainyard" and layout.loss_chunk_tokens is not None:
             return (1 + again) * product + Unfused(shape, layout).loss(logits) / self.bytes_per_second, 0.0
         forward = product + 3 * logits * 4 / self.bytes_per_second
         return forward, forward * again

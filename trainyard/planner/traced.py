@@ -82,7 +82,7 @@ def traced_step(
     operators = _Traced(layout, device, constants)
     said = [_messages(trace, parallelism, links, layout) for trace in traces]
     passes = [
-        (operators.one_pass(trace, messages), index > 0 and index == len(traces) - 1)
+        (operators.one_pass(trace, messages), len(traces) > 1 and index == _place_of_head(len(traces), layout))
         for index, (trace, messages) in enumerate(zip(traces, said, strict=True))
     ]
     # Of a pipeline's sends those stand alone that fill and drain it, and a share of further stages'.
@@ -100,8 +100,7 @@ def traced_step(
 def traced_flops(traces: Sequence[Trace], layout: Layout) -> float:
     """FLOPs of one step's products and attention on all ranks, forward and backward: recomputation is not counted, of
     causal scores all are, and a backward attention kernel counts as twice its forward one."""
-    ranks = [_flops(trace) for trace in traces]
-    return sum(ranks) / len(ranks) * layout.world_size
+    return _of_all([_flops(trace) for trace in traces], layout)
 
 
 def active_params(traces: Sequence[Trace], layout: Layout, *, is_frozen: bool) -> int:
@@ -111,7 +110,22 @@ def active_params(traces: Sequence[Trace], layout: Layout, *, is_frozen: bool) -
         for trace in traces
     ]
     tokens = layout.global_batch * layout.sequence_length
-    return round(sum(ranks) / len(ranks) * layout.world_size / tokens / (4 if is_frozen else 6))
+    return round(_of_all(ranks, layout) / tokens / (4 if is_frozen else 6))
+
+
+def _place_of_head(count: int, layout: Layout) -> int:
+    """Which of the first and the last rank has the head: zero_bubble's first has both ends."""
+    return 0 if layout.schedule == "zero_bubble" else count - 1
+
+
+def _of_all(ranks: Sequence[float], layout: Layout) -> float:
+    """The sum over all ranks, of a pipeline's first and last one's values: one stage has the head, all others are as
+    the one without."""
+    if len(ranks) == 1:
+        return ranks[0] * layout.world_size
+    with_head = _place_of_head(len(ranks), layout)
+    mean = (ranks[with_head] + (layout.pipeline - 1) * ranks[1 - with_head]) / layout.pipeline
+    return mean * layout.world_size
 
 
 def _counts(kind: Mapping[str, Any]) -> bool:

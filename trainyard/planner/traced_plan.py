@@ -19,7 +19,7 @@ BY_TRACE = (
 
 
 def ranks_to_trace(resolved: ResolvedJob) -> tuple[int, ...]:
-    """One rank of each kind along the pipeline: the first, and the last, which has the head."""
+    """One rank of each kind along the pipeline: the first and the last, of which one has the head."""
     if resolved.parallelism.pipeline == 1:
         return (0,)
     return 0, resolved.world_size - 1
@@ -31,11 +31,7 @@ def formulas_of_traces(job: JobSpec, resolved: ResolvedJob, traces: Sequence[Tra
     InputError where a trace can't tell: under DeepSpeed, which cuts memory by code of its own.
     """
     parallelism = resolved.parallelism
-    if parallelism.engine != "torch":
-        raise InputError(
-            f"parallelism.engine {parallelism.engine}: a dry run knows the model alone under it, and there are no"
-            " formulas for this model; plan it with engine torch"
-        )
+    check_traceable(resolved)
     traced = layout_of_trace(job, resolved)
     frozen = job.model.adapter is not None
 
@@ -57,6 +53,16 @@ def formulas_of_traces(job: JobSpec, resolved: ResolvedJob, traces: Sequence[Tra
         spread=lambda *_: SPREAD,
         notes=(BY_TRACE, *(_of_compiled(job))),
     )
+
+
+def check_traceable(resolved: ResolvedJob) -> None:
+    """InputError under an engine of which a trace says too little for a plan."""
+    engine = resolved.parallelism.engine
+    if engine != "torch":
+        raise InputError(
+            f"parallelism.engine {engine}: a dry run knows the model alone under it, and there are no formulas for"
+            " this model; plan it with engine torch"
+        )
 
 
 def layout_of_trace(job: JobSpec, resolved: ResolvedJob) -> Layout:

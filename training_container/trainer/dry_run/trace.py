@@ -112,7 +112,7 @@ def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
     built = build(job, runtime, mode)
     strategy = built.strategy
     ledger, messages, work = Ledger(), Messages(job.parallelism), Work()
-    watch = Watch(ledger, messages, work)
+    watch = Watch(ledger, messages, work, recomputes=job.activation_checkpointing != "none")
     for category, tensors in strategy.held().items():
         ledger.hold(tensors, category)
     with warnings.catch_warnings(), mode, as_on_gpus(job), ledger.watching_resizes():
@@ -217,6 +217,11 @@ def _notes(job: ResolvedJob, steps: Sequence[Step]) -> list[str]:
         notes.append(
             f"steps of {few} and {more} micro-batches were traced; each of the {job.gradient_accumulation_steps} adds"
             " what made the difference"
+        )
+    if job.spec.training.precision == "fp16":
+        notes.append(
+            "seconds in fp16 are too long: the loss's products are counted in fp32, as this machine has them, which a"
+            " GPU has not; bf16's are a GPU's"
         )
     if job.spec.training.compile:
         notes.append("blocks were traced as they are before compilation, which keeps no more than they do")

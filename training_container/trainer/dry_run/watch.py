@@ -42,9 +42,11 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
 
     It answers also for tensors that have values (an optimizer's count of steps): operations on them were not run."""
 
-    def __init__(self, ledger: Ledger, messages: Messages, work: Work) -> None:
+    def __init__(self, ledger: Ledger, messages: Messages, work: Work, *, recomputes: bool) -> None:
+        """`recomputes`: forward passes are run again where the backward one needs them."""
         super().__init__()
         self._ledger, self._messages, self._work = ledger, messages, work
+        self._recomputes = recomputes
         self._is_paused = False
 
     @contextmanager
@@ -107,7 +109,7 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
         if not isinstance(result, int | float):
             self._ledger.note(_tensors(result))
         if any(isinstance(each, FakeTensor) for each in _tensors((args, kwargs, result))):
-            self._work.note(func, args, kwargs, result, phase=phase_now(self._ledger.phase))
+            self._work.note(func, args, kwargs, result, phase=phase_now(self._ledger.phase, self._recomputes))
         space = func.namespace
         if space in SPACES:
             tensors = self._messages.note(func, args, kwargs, result)

@@ -79,17 +79,17 @@ class Work:
             self.moved_bytes[phase] += _moved(name, inputs, outputs, written, _filled(operation, args, kwargs))
 
 
-def phase_now(of_step: str) -> str:
+def phase_now(of_step: str, recomputes: bool) -> str:
     """The phase of what runs now, `of_step` being the step's own word for it (forward, backward or optimizer).
 
     A pipeline's schedule runs both passes in one go, so that torch is asked: whether autograd is on its way back, and
-    there, whether what runs is recorded anew, as only a checkpoint's second forward pass is.
+    there, whether what runs is recorded anew: in a job that `recomputes`, a checkpoint's second forward pass.
     """
     if of_step == "optimizer":
         return of_step
     if torch._C._current_graph_task_id() == -1:
         return "forward"
-    return "recompute" if torch.is_grad_enabled() else "backward"
+    return "recompute" if recomputes and torch.is_grad_enabled() else "backward"
 
 
 _NOTHING = frozenset(
