@@ -24,9 +24,9 @@ from trainyard.launch.tracing import known_configuration  # noqa: E402
 from trainyard.planner import resolve  # noqa: E402
 from trainyard.planner.communication import fabric_of  # noqa: E402
 from trainyard.planner.formulas import formulas_of  # noqa: E402
-from trainyard.planner.reading import machines_of  # noqa: E402
+from trainyard.planner.reading import layout_of_resolved, machines_of  # noqa: E402
 from trainyard.planner.traced import traced_step  # noqa: E402
-from trainyard.planner.traced_plan import layout_of_trace, ranks_to_trace  # noqa: E402
+from trainyard.planner.traced_plan import ranks_to_trace  # noqa: E402
 from trainyard.spec.job import AdapterSpec, JobSpec, load_job  # noqa: E402
 
 PAGE = ROOT / "docs" / "dry_run.md"
@@ -301,7 +301,7 @@ def times_table() -> str:
             warnings.simplefilter("ignore")
             known = with_configuration(resolved, known_configuration(job))
             traces = [trace(known, rank) for rank in ranks_to_trace(resolved)]
-        layout, links = layout_of_trace(job, resolved), fabric_of(machine)
+        layout, links = layout_of_resolved(job, resolved), fabric_of(machine)
         counted = traced_step(traces, resolved.parallelism, layout, machine.gpu, links)
         reckoned = formulas_of(job).step(layout, machine.gpu, links)
         computing = [step.forward + step.backward + step.recompute for step in (counted, reckoned)]

@@ -24,8 +24,8 @@ from trainyard.hardware import gpu  # noqa: E402
 from trainyard.planner import resolve  # noqa: E402
 from trainyard.planner.communication import INFINIBAND, fabric  # noqa: E402
 from trainyard.planner.formulas import formulas_of  # noqa: E402
+from trainyard.planner.reading import layout_of_resolved  # noqa: E402
 from trainyard.planner.traced import traced_step  # noqa: E402
-from trainyard.planner.traced_plan import layout_of_trace  # noqa: E402
 from trainyard.spec.job import JobSpec  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "data" / "planner_unseen.csv"
@@ -70,7 +70,7 @@ def compared(row: dict[str, str]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = trace(resolved, 0)
-    layout = dataclasses.replace(layout_of_trace(job, resolved), year=YEAR)
+    layout = dataclasses.replace(layout_of_resolved(job, resolved), year=YEAR)
     device = gpu(request["gpu"])
     links = fabric(device, 8, 400, INFINIBAND)
     counted = traced_step([found], resolved.parallelism, layout, device, links).total

@@ -21,10 +21,10 @@ from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.launch import launcher
 from trainyard.planner.communication import EFA, fabric
-from trainyard.planner.reading import shape_of
+from trainyard.planner.reading import layout_of_resolved, shape_of
 from trainyard.planner.timing import step_time
 from trainyard.planner.traced import active_params, traced_flops, traced_step
-from trainyard.planner.traced_plan import formulas_of_traces, layout_of_trace, ranks_to_trace
+from trainyard.planner.traced_plan import formulas_of_traces, ranks_to_trace
 from trainyard.spec.job import JobSpec
 from trainyard.spec.support import DOCUMENT_FAMILIES
 
@@ -47,7 +47,7 @@ def wide_job(model_type: str, layout: dict[str, int], adapter: str | None = None
 def seconds(job: JobSpec, world_size: int) -> tuple[float, float]:
     """(by the formulas, by the trace) of a step on H100."""
     resolved = planner.resolve(job, world_size=world_size)
-    layout, shape = layout_of_trace(job, resolved), shape_of(job)
+    layout, shape = layout_of_resolved(job, resolved), shape_of(job)
     assert shape is not None
     traces = [trace(resolved, rank) for rank in ranks_to_trace(resolved)]
     counted = traced_step(traces, resolved.parallelism, layout, gpu("H100"), LINKS)
@@ -98,7 +98,7 @@ def test_a_traces_products_are_those_that_torch_counts() -> None:
     strategy = build_strategy(job, model=outline_model(job, vocab_size=MODEL["vocab_size"]), runtime=alone)
     with FlopCounterMode(display=False) as counter:
         strategy.forward_backward(rank_batches(job, 1, 0), 100, no_clock)
-    found = traced_flops([trace(job, 0)], layout_of_trace(job.spec, job))
+    found = traced_flops([trace(job, 0)], layout_of_resolved(job.spec, job))
     assert found == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
@@ -108,7 +108,7 @@ def test_what_is_computed_again_is_no_work_of_the_model() -> None:
         trace(planner.resolve(wide_job("llama", {"data_shard": 8}, activation_checkpointing=kind), world_size=8), 0)
         for kind in ("none", "full")
     )
-    layout = layout_of_trace(
+    layout = layout_of_resolved(
         job := wide_job("llama", {"data_shard": 8}, activation_checkpointing="none"), planner.resolve(job, world_size=8)
     )
     assert traced_flops([again], layout) == traced_flops([plain], layout)
@@ -139,7 +139,7 @@ def test_one_stage_of_a_pipeline_has_the_head(layout: dict[str, Any]) -> None:
     resolved, shape = planner.resolve(job, world_size=8 if layout["pipeline"] == 4 else 4), shape_of(job)
     assert shape is not None
     traces = [trace(resolved, rank) for rank in ranks_to_trace(resolved)]
-    found = traced_flops(traces, layout_of_trace(job, resolved))
+    found = traced_flops(traces, layout_of_resolved(job, resolved))
     length = job.data.sequence_length
     assert found == pytest.approx(shape.flops_per_token(length) * 32 * length, rel=0.02)
     assert all(each["work"]["kernels"]["recompute"] == 0 for each in traces)

@@ -34,8 +34,8 @@ def plan_and_trace(job: "JobSpec", rank: int, *, as_json: bool) -> None:
     except NotCoveredError:
         by_trace = True
     except InputError:
-        if job.task == "causal_lm":
-            raise  # a task without formulas can be traced all the same
+        if job.task == "causal_lm":  # another task without formulas can be traced all the same
+            raise
     with console(stderr=True).status("tracing a step"):
         found = dry_run(job, rank)
         if by_trace:
@@ -79,14 +79,13 @@ def seconds_of_step(job: "JobSpec", resolved: "ResolvedJob", traced: dict[str, A
     knows, and under an engine whose messages a trace doesn't see."""
     from trainyard.planner.communication import fabric_of
     from trainyard.planner.formulas import formulas_of
-    from trainyard.planner.reading import machines_of
+    from trainyard.planner.reading import layout_of_resolved, machines_of
     from trainyard.planner.traced import traced_step
-    from trainyard.planner.traced_plan import layout_of_trace
 
     machine = machines_of(job).instance
     if machine is None or machine.gpu is None or traced["messages"] is None:
         return None
-    layout, links = layout_of_trace(job, resolved), fabric_of(machine)
+    layout, links = layout_of_resolved(job, resolved), fabric_of(machine)
     counted = traced_step([traced], resolved.parallelism, layout, machine.gpu, links)
     try:
         reckoned = formulas_of(job).step(layout, machine.gpu, links).breakdown()
@@ -98,19 +97,13 @@ def seconds_of_step(job: "JobSpec", resolved: "ResolvedJob", traced: dict[str, A
 def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[str, float] | None:
     """The closed form's bytes of that rank, by the trace's categories; None for a model without formulas."""
     from trainyard.planner.formulas import formulas_of
-    from trainyard.planner.reading import layout_of
+    from trainyard.planner.reading import layout_of_resolved
 
     try:
         formulas = formulas_of(job)
     except InputError:
         return None
-    layout = layout_of(
-        job,
-        resolved.parallelism,
-        micro_batch=resolved.micro_batch_size,
-        num_micro_batches=resolved.gradient_accumulation_steps,
-        recompute=resolved.activation_checkpointing,
-    )
+    layout = layout_of_resolved(job, resolved)
     place = rank // (resolved.world_size // resolved.parallelism.pipeline)
     use = formulas.rank_memory(replace(layout, rank="worst"), place)
     return {

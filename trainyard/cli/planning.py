@@ -79,7 +79,8 @@ def plan(
     --search looks at other machines, counts and layouts as well. Example: trainyard plan jobs/llama-7b.yaml --search
     --max-nodes 8 --deadline-hours 12
 
-    --dry-run proves it: the rank's memory and messages, traced here, of any job. Example: trainyard plan
+    --dry-run proves it: the rank's memory, messages and seconds, traced here, of any job; of a model that has no
+    formulas it makes the whole plan. Example: trainyard plan
     jobs/llama-70b.yaml --dry-run --rank 127
     """
     if rank is not None and not dry_run:

@@ -19,7 +19,7 @@ from trainyard.planner.money import (
     unpriced,
     unpriced_storage,
 )
-from trainyard.planner.reading import Machines, layout_of, machines_of, unread_keys, warned_of_slurm
+from trainyard.planner.reading import Machines, layout_of, layout_of_resolved, machines_of, unread_keys, warned_of_slurm
 from trainyard.planner.resolve import (
     data_parallel_layouts,
     levels,
@@ -110,13 +110,7 @@ def _tokens(job: JobSpec, steps: int | None) -> int | None:
 
 def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, formulas: Formulas) -> tuple[Configuration, ...]:
     """The chosen configuration and its alternatives on the same machines, fitting ones first, by time."""
-    own = layout_of(
-        job,
-        resolved.parallelism,
-        micro_batch=resolved.micro_batch_size,
-        num_micro_batches=resolved.gradient_accumulation_steps,
-        recompute=resolved.activation_checkpointing,
-    )
+    own = layout_of_resolved(job, resolved)
     chosen = configuration(job, resolved.parallelism, own, machines, formulas)
     reason = "the least recomputation and sharding that fits"
     if job.parallelism != "auto":

@@ -21,7 +21,7 @@ from trainyard.planner.families import (
 )
 from trainyard.planner.layout import Layout, Recompute, ZeroSizes
 from trainyard.planner.shapes import ModelShape
-from trainyard.spec.job import JobSpec, ParallelismSpec
+from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 
 BYTE_VOCABULARY = 257
 """The trainer's BYTE_VOCAB_SIZE: without a tokenizer a token is a byte, or a document's end."""
@@ -256,6 +256,17 @@ def layout_of(
         optimizer=job.training.optimizer.kind,
         keeps_average=job.training.optimizer.average_decay is not None,
         loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),
+    )
+
+
+def layout_of_resolved(job: JobSpec, resolved: ResolvedJob) -> Layout:
+    """The same of a job whose choices are made."""
+    return layout_of(
+        job,
+        resolved.parallelism,
+        micro_batch=resolved.micro_batch_size,
+        num_micro_batches=resolved.gradient_accumulation_steps,
+        recompute=resolved.activation_checkpointing,
     )
 
 

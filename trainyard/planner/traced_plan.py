@@ -8,7 +8,7 @@ from trainyard.planner.formulas import Formulas
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory
 from trainyard.planner.money import saved_of
-from trainyard.planner.reading import layout_of
+from trainyard.planner.reading import layout_of_resolved
 from trainyard.planner.traced import SPREAD, Trace, active_params, traced_flops, traced_memory, traced_step
 from trainyard.spec.job import JobSpec, ResolvedJob
 
@@ -32,7 +32,7 @@ def formulas_of_traces(job: JobSpec, resolved: ResolvedJob, traces: Sequence[Tra
     """
     parallelism = resolved.parallelism
     check_traceable(resolved)
-    traced = layout_of_trace(job, resolved)
+    traced = layout_of_resolved(job, resolved)
     frozen = job.model.adapter is not None
 
     def worst(layout: Layout) -> Memory:
@@ -63,17 +63,6 @@ def check_traceable(resolved: ResolvedJob) -> None:
             f"parallelism.engine {engine}: a dry run knows the model alone under it, and there are no formulas for"
             " this model; plan it with engine torch"
         )
-
-
-def layout_of_trace(job: JobSpec, resolved: ResolvedJob) -> Layout:
-    """The formulas' view of what was traced."""
-    return layout_of(
-        job,
-        resolved.parallelism,
-        micro_batch=resolved.micro_batch_size,
-        num_micro_batches=resolved.gradient_accumulation_steps,
-        recompute=resolved.activation_checkpointing,
-    )
 
 
 def _check(layout: Layout, traced: Layout) -> None:
