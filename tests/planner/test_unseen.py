@@ -49,7 +49,7 @@ def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("which", "label"), [(0, "today"), (1, "today, the second pages"), (2, "the third pages, first and today")]
+    ("which", "label"), [(0, "today"), (1, "today, the second pages"), (2, "today, the third pages")]
 )
 def test_the_page_prints_todays_scores(which: int, label: str) -> None:
     found = list(scores(_rows(which)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from trainer.dry_run.trace import trace
 from trainer.models.build import outline_model
@@ -21,6 +22,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.launch import launcher
 from trainyard.planner.communication import EFA, fabric
+from trainyard.planner.formulas import formulas_of
 from trainyard.planner.reading import layout_of_resolved, shape_of
 from trainyard.planner.timing import step_time
 from trainyard.planner.traced import active_params, traced_flops, traced_step
@@ -28,6 +30,7 @@ from trainyard.planner.traced_plan import formulas_of_traces, ranks_to_trace
 from trainyard.spec.job import JobSpec
 from trainyard.spec.support import DOCUMENT_FAMILIES
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 WIDE = {**FEW, "num_hidden_layers": 4, "intermediate_size": 6144}
 LINKS = fabric(gpu("H100"), 8, 400, EFA)
 
@@ -87,6 +90,41 @@ def test_so_they_do_for_further_families(model_type: str) -> None:
 def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | None, training: dict[str, Any]) -> None:
     reckoned, counted = seconds(wide_job("llama", layout, adapter, **training), 8)
     assert reckoned == pytest.approx(counted, rel=0.15)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_images_tower_takes_what_its_trace_says(frozen: bool) -> None:
+    """24 layers of 14 small kernels: launching them takes longer than they do, but not than the language model."""
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    model = {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", **WIDE, "hidden_size": 4096, "num_attention_heads": 32},
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, **vision},
+    }
+    raw = yaml.safe_load((REPOSITORY / "jobs" / "vlm-llava-7b.yaml").read_text())
+    raw |= {"model": {"config": model}, "images": {"freeze_vision": frozen}}
+    job = JobSpec.model_validate(raw)
+    resolved = planner.resolve(job, world_size=8)
+    layout = layout_of_resolved(job, resolved)
+    counted = traced_step([trace(resolved, 0)], resolved.parallelism, layout, gpu("H100"), LINKS)
+    assert formulas_of(job).step(layout, gpu("H100"), LINKS).total == pytest.approx(counted.total, rel=0.15)
+
+
+def test_a_step_in_fp16_takes_what_one_in_bf16_does() -> None:
+    """The CPU widens the loss's factors, which a GPU doesn't: three times the seconds of the head would be counted."""
+    wide, narrow = (seconds(wide_job("llama", {"data_shard": 8}, precision=bits), 8) for bits in ("bf16", "fp16"))
+    assert narrow == pytest.approx(wide, rel=0.05)
+
+
+def test_momentum_moves_the_weights_by_kernels_of_many() -> None:
+    """ResNet-50 has 161 weights: one after the other, as torch's SGD does it on a CPU, over 900 kernels a step."""
+    job = JobSpec.model_validate(yaml.safe_load((REPOSITORY / "jobs" / "resnet50-imagenet.yaml").read_text()))
+    assert job.training.optimizer.kind == "sgd"
+    counts = trace(planner.resolve(job, world_size=8), 0)["work"]
+    # 161 of them make the gradients zero.
+    assert counts["kernels"]["optimizer"] < 200
+    # Decay, momentum and step are four kernels of two reads and a write each, or one; 16 bytes more in norm and zeros.
+    assert counts["moved_bytes"]["optimizer"] / 25_557_032 == pytest.approx(52, abs=4)
 
 
 def test_a_traces_products_are_those_that_torch_counts() -> None:

@@ -29,6 +29,14 @@ GENERATIONS = {
 }
 
 
+USUAL_PARTS = {
+    **dict.fromkeys(("volta", "turing"), "V100"),
+    **dict.fromkeys(("ampere", "ada"), "A100"),
+    "hopper": "H100",
+    **dict.fromkeys(("blackwell", "cdna3"), "B200"),
+}
+"""The part of a generation (or of the one whose constants it is given) that nearly all published runs are of."""
+
 GRACE_GB = {"GH200": (120,)}
 """In the names of parts that driver and torch print: the memory of the processor beside the GPU, where it is no more
 than twice the GPU's own ("GH200 480GB" is of 96 GB as well)."""
@@ -58,7 +66,7 @@ class Gpu:
     """One direction to the other GPUs of the node (NVLink, else PCIe)."""
     nvlink: bool
     achievable_bf16_tflops: float | None
-    """Measured ceiling of a large matrix product (MAMF), where it has been published."""
+    """Measured ceiling of a large matrix product (of any shape that was tried), where it has been published."""
     source: str
 
     def peak_tflops(self, precision: str) -> float:
@@ -78,6 +86,18 @@ class Gpu:
     def generation(self) -> str:
         """The architecture: volta, turing, ampere, ada, hopper, blackwell, or cdna3 (AMD)."""
         return GENERATIONS.get(self.name, "ampere")
+
+    @property
+    def sustained(self) -> float:
+        """What products reach of this part's peak, over what they reach of its generation's usual part's.
+
+        A cut-down part with its whole power is never throttled (H20: 1.2), one of 72 W always (L4: 0.67). 1 where
+        nobody has published a measurement.
+        """
+        usual = _build(USUAL_PARTS[self.generation], None)
+        if self.achievable_bf16_tflops is None or usual.achievable_bf16_tflops is None:
+            return 1.0
+        return self.achievable_bf16_tflops / self.bf16_tflops / (usual.achievable_bf16_tflops / usual.bf16_tflops)
 
 
 def gpu(name: str, memory_gb: float | None = None) -> Gpu:

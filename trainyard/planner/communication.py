@@ -6,7 +6,7 @@ sets the time. The constants are those of nccl-tests on p5.48xlarge, 8 and 16 GP
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainyard.hardware import Gpu, Instance
 
@@ -32,6 +32,13 @@ PEER_SECONDS = 5e-6
 """What every peer in another node adds to an all-to-all."""
 
 SEND_LATENCY_SECONDS = 20e-6
+
+HOST_GB_PER_SECOND = 110.0
+"""Of its memory, what a large host's processors together get in an update of AdamW: eight ranks of a node took 2.1 s
+for a billion parameters each (github.com/stas00/ml-engineering, DeepSpeed on H200), of 28 bytes read and written."""
+
+CORE_GB_PER_SECOND = 15.0
+"""Of that, what one core gets: 1.8 s for a billion parameters by torch's fused AdamW on one of a Xeon with AVX-512."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class Fabric:
     node_gb_per_second: float
     """Of one node, to the others."""
     network: Network
+    host_gb_per_second: float = HOST_GB_PER_SECOND
+    """Of memory, what a node's processors read and write as they update what is offloaded to it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,9 @@ class Group:
 def fabric_of(machine: Instance) -> Fabric:
     """The fabric of a cluster of one AWS instance type."""
     assert machine.gpu is not None
-    return fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second, EFA)
+    links = fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second, EFA)
+    # Two vCPUs are a core's two threads, which get no more of memory than one.
+    return replace(links, host_gb_per_second=min(HOST_GB_PER_SECOND, machine.vcpus / 2 * CORE_GB_PER_SECOND))
 
 
 def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float, network: Network) -> Fabric:

@@ -18,14 +18,15 @@ TILE = 128
 def matmul_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> float:
     """TFLOP/s of a large product of linear layers in the layout's precision."""
     if layout.precision == "fp4" and device.fp4_tflops is not None:
-        return constants.fp4_ceiling * device.fp4_tflops
+        return constants.fp4_ceiling * device.sustained * device.fp4_tflops
     if layout.precision in ("fp8", "fp4") and device.fp8_tflops is not None:
         shares = {
             "blackwell": constants.fp8_ceiling_blackwell,
-            # Of AMD's peak no more than in its 16 bits; three published runs are slower still (planner_accuracy.md).
+            # Of AMD's peak no more than in its 16 bits.
             "cdna3": constants.ceiling_blackwell,
         }
-        return shares.get(device.generation, constants.fp8_ceiling_hopper) * device.fp8_tflops
+        share = shares.get(device.generation, constants.fp8_ceiling_hopper)
+        return share * device.sustained * device.fp8_tflops
     return wide_ceiling_tflops(layout, device, constants)
 
 
@@ -40,7 +41,9 @@ def wide_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> fl
         "ada": constants.ceiling_ampere,
         "hopper": hopper,
     }
-    return shares.get(device.generation, constants.ceiling_blackwell) * device.peak_tflops(precision)
+    # What throttles a part are its tensor cores: plain fp32 is spared.
+    sustained = 1.0 if precision in ("fp32", "fp64") else device.sustained
+    return shares.get(device.generation, constants.ceiling_blackwell) * sustained * device.peak_tflops(precision)
 
 
 class Operators:
@@ -71,8 +74,10 @@ class Operators:
     @property
     def attention_peak(self) -> float:
         """FLOP/s of which attention's kernels reach a share: they have 16 bits where the layers have fewer."""
-        layout = self.layout
-        return self.device.peak_tflops(layout.precision if layout.precision in ("fp32", "fp64") else "bf16") * 1e12
+        device, precision = self.device, self.layout.precision
+        if precision in ("fp32", "fp64"):
+            return device.peak_tflops(precision) * 1e12
+        return device.sustained * device.peak_tflops("bf16") * 1e12
 
     def fused_attention(self, flops: float, head_dim: int, *, is_causal: bool = True) -> float:
         """Seconds of a fused kernel, `flops` being those of all scores and both of their products."""

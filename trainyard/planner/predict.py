@@ -38,6 +38,7 @@ KNOWN_FIELDS = frozenset(
         *("experts", "experts_per_token", "moe_ffn", "model", "params_b"),
         *("gpu", "gpu_mem_gb", "gpus", "gpus_per_node", "interconnect"),
         *("tp", "pp", "vp", "cp", "ep", "dp", "data_replicate", "sharding", "sequence_parallel", "offload"),
+        "offload_parameters",
         *("micro_batch", "global_batch", "precision", "recompute", "optimizer", "method", "lora_rank"),
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
@@ -52,6 +53,9 @@ KNOWN_FIELDS = frozenset(
 
 ATTENTIONS = ("flash", "flash_attention_3", "unfused", "eager")
 """What `attention` may say: fused, with Hopper's own kernels, its matrix kept, and kept in fp32 as well."""
+
+PLACES = ("none", "cpu", "nvme")
+"""Of what is offloaded."""
 
 SHARDING = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -661,6 +665,18 @@ OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
 """Words of a framework that says transformers, whose norms, rotations or losses are kernels of their own."""
 
 
+def _says(text: str, word: str) -> bool:
+    """Whether a framework has it: "Liger kernels" does, "no Liger kernels" and "without compile" don't."""
+    return word in text and re.search(rf"\b(no|without) (torch\.)?{word}", text) is None
+
+
+def _liger_chunk_tokens(tokens: int, shape: ModelShape) -> int:
+    """Of a micro-batch of `tokens`, how many Liger's fused loss makes logits of at a time: as many as have no more
+    elements than the hidden states, cut to a power of two of parts (linkedin/Liger-Kernel, arXiv:2410.10989)."""
+    parts = 1 << (math.ceil(shape.vocab / shape.hidden) - 1).bit_length()
+    return max(1, math.ceil(tokens / parts))
+
+
 def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> dict[str, Any]:
     """Which kernels save what: of the framework, its era, and the generation of the GPU."""
     text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
@@ -682,7 +698,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "hopper": has_hopper_workspaces(device.name),
         "saves_every_second_product": "torchtitan" in text,
         "library": cast(Library, library),
-        "unfused": library == "transformers" and not any(word in text for word in OWN_KERNELS),
+        "unfused": library == "transformers" and not any(_says(text, word) for word in OWN_KERNELS),
         "pads_vocabulary": engine == "megatron" and "deepspeed" not in text and library != "nanotron",
         "deferred_head": fields.flag("deferred_head", False),
         "grouped_experts": fields.flag("grouped_experts", True),
@@ -737,6 +753,7 @@ def _layout(
     ranks = data_parallel * degrees["cp"]
     method = cast(Method, fields.choice("method", "full", get_args(Method)))
     kernels = _kernels(fields, device, engine, method)
+    offload = fields.choice("offload", "none", PLACES)
     split = ranks > 1 and degrees["tp"] * degrees["pp"] == 1
     sharding = method == "full" and engine == "torch" and shape.params > 1.5e9
     usual = "zero3" if split and (sharding or kernels["library"] == "litgpt") else "none"
@@ -752,6 +769,10 @@ def _layout(
             raise InputError(f"global_batch {batch}: is not a multiple of micro_batch x dp = {micro} x {data_parallel}")
         raise InputError(f"global_batch {batch}: is not a multiple of dp = {data_parallel}")
     chunks = fields.whole("vp", 1)
+    sequence_length = fields.whole("seq", 4096 if shape.gated_mlp else 2048)
+    if kernels["loss_chunk_tokens"] is None and _says(fields.text("framework").lower(), "liger"):
+        tokens = micro * sequence_length // degrees["cp"]
+        kernels["loss_chunk_tokens"] = _liger_chunk_tokens(tokens, shape)
     return Layout(
         tensor=degrees["tp"],
         pipeline=degrees["pp"],
@@ -764,7 +785,7 @@ def _layout(
         micro_batch=micro,
         num_micro_batches=batch // (micro * data_parallel),
         year=_year(fields),
-        sequence_length=fields.whole("seq", 4096 if shape.gated_mlp else 2048),
+        sequence_length=sequence_length,
         precision=cast(Precision, fields.choice("precision", "bf16", get_args(Precision))),
         recompute=cast(
             Recompute,
@@ -779,7 +800,12 @@ def _layout(
         quantization=cast(Any, fields.choice("quantization", "nf4", ("nf4", "gptq"))),
         trains_vocabulary=fields.flag("trains_vocabulary", False),
         adapter=cast(Adapter, fields.choice("adapter", "lora", get_args(Adapter))),
-        offload=cast(Any, fields.choice("offload", "none", ("none", "cpu", "nvme"))),
+        offload=cast(Any, offload),
+        # FSDP knows one offload alone: of the weights, and with them of all that belongs to them.
+        offload_parameters=cast(
+            Any,
+            fields.choice("offload_parameters", offload if engine != "deepspeed" and stage == 3 else "none", PLACES),
+        ),
         optimizer=cast(
             Optimizer, fields.choice("optimizer", _usual_optimizer(kernels, ranks, method), get_args(Optimizer))
         ),

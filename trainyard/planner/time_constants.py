@@ -28,22 +28,22 @@ class Constants:
     The rows fitted are those that benchmarks/planner_accuracy.py scores; its --cross-validate refits without a source.
     """
 
-    ceiling_volta: float = 0.79
+    ceiling_volta: float = 0.789
     """Of the dense 16-bit peak, that large matrix products keep up for hours (power and clocks included)."""
-    ceiling_ampere: float = 0.714
-    ceiling_hopper: float = 0.709
+    ceiling_ampere: float = 0.713
+    ceiling_hopper: float = 0.706
     ceiling_blackwell: float = 0.5
-    ceiling_hopper_torch: float = 0.566
+    ceiling_hopper_torch: float = 0.565
     """Of products that aren't Transformer Engine's."""
     fp8_ceiling_hopper: float = 0.75
     """The same for FP8, of its own peak."""
     fp8_ceiling_blackwell: float = 0.8
-    fp4_ceiling: float = 0.789
-    half_waves: float = 0.191
+    fp4_ceiling: float = 0.8
+    half_waves: float = 0.19
     """Waves of tiles that a product loses at its end and beginning."""
-    half_depth: float = 172.0
+    half_depth: float = 174.0
     """Length of a product's sum at which it reaches half of its speed."""
-    flash_ampere: float = 0.372
+    flash_ampere: float = 0.371
     """Of the peak, for fused causal attention, its forward pass: the first FlashAttention's kernels on Ampere (0.25 to
     0.4, by the paper on the second: arXiv:2307.08691)."""
     flash2_ampere: float = 0.5
@@ -54,62 +54,62 @@ class Constants:
     have. Set by hand, from fits of either generation's share: 0.51 for the first kernels, 0.5 for the second."""
     ring_speed: float = 0.754
     """Of either's speed, what torch's own context parallelism keeps: it joins the results of parts afterwards."""
-    flash_hopper_native: float = 0.649
+    flash_hopper_native: float = 0.639
     """Kernels written for Hopper: Transformer Engine's and FlashAttention-3."""
-    flash_blackwell: float = 0.43
+    flash_blackwell: float = 0.431
     half_head: float = 18.3
     """Width of a head at which fused attention reaches half of that."""
-    attention_matrix_passes: float = 2.38
+    attention_matrix_passes: float = 2.36
     """Reads and writes of the scores, forward, where attention keeps its matrix."""
     bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
-    passes_fused: float = 3.68
+    passes_fused: float = 3.64
     """Element-wise reads and writes in Megatron's layers, in units of those that the formulas name."""
-    passes_compiled: float = 1.19
+    passes_compiled: float = 1.15
     """The same in torch's, compiled or not."""
-    passes_early: float = 0.93
+    passes_early: float = 0.922
     """The same before 2023, in units of a count that today's layers exceed: a fit, no count of its own."""
-    fp8_cast_passes: float = 0.989
+    fp8_cast_passes: float = 0.978
     """Reads and writes of a product's input and output to scale and cast them: Transformer Engine's, which scales by
     the largest values of earlier steps."""
-    fp8_cast_passes_torch: float = 2.67
+    fp8_cast_passes_torch: float = 2.7
     """The same of torchao's, which reads a tensor for its largest value, and once more to cast it."""
-    launch_seconds: float = 1040e-6
+    launch_seconds: float = 1042e-6
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
-    launch_moe_seconds: float = 4830e-6
+    launch_moe_seconds: float = 4811e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    launch_exposed: float = 0.273
+    launch_exposed: float = 0.267
     """Share of that which stands alone beside the device's own work, in either direction: the host, waiting for
     numbers that the device computes, launches nothing ahead, and the device has nothing to do until it does."""
-    moe_passes: float = 4.15
+    moe_passes: float = 4.12
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
-    moe_gain_per_year: float = 0.201
+    moe_gain_per_year: float = 0.203
     """Natural logarithm by which that, and the launching, has fallen a year."""
     imbalance: float = 1.25
     """The fullest rank's share of tokens over the mean."""
-    tensor_exposed_megatron: float = 0.48
+    tensor_exposed_megatron: float = 0.473
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.348
+    expert_exposed: float = 0.346
     send_exposed: float = 0.293
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
     data_overlap: float = 1.0
     """Share of backward time behind which gradient and parameter traffic hides."""
-    data_exposed: float = 0.0526
+    data_exposed: float = 0.0527
     """Share of what travels once a step that never hides."""
-    sharding_exposed: float = 0.204
+    sharding_exposed: float = 0.203
     """The same of ZeRO-3's traffic, which is under way in every layer: NCCL's kernels take 16 to 32 of a GPU's
     processors, and of its memory's bandwidth, from the products that they run beside."""
-    unaligned_speed: float = 0.53
+    unaligned_speed: float = 0.531
     """Of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
     read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them. vTrain's runs on one
     tensor rank, layers taken off, have 0.29 to 0.44. The fit is of whole steps: it stays by its first guess,
     0.5, and so makes up for what else the formulas have too slow on one rank (with 0.35 they are 5% too long)."""
-    proxy_peer_seconds: float = 20.2e-6
+    proxy_peer_seconds: float = 20.4e-6
     """What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP
     over EFA are the only ones that know it."""
-    optimizer_passes: float = 1.46
+    optimizer_passes: float = 1.45
     """Reads and writes of gradients and optimizer state per step, over their size."""
     jitter_per_doubling: float = 0.00205
     """Share of a step lost for each doubling of the nodes: stragglers, and links that others use too."""

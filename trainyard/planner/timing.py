@@ -84,7 +84,7 @@ def step_time(
         waited=gradients * waited_share(shape, layout),
         parameters=parameters,
         pipeline=_pipeline_seconds(shape, layout, links, constants),
-        optimizer=_optimizer_seconds(shape, layout, device, constants),
+        optimizer=_optimizer_seconds(shape, layout, device, links, constants),
     )
     return combined(passes, once, layout, links, constants)
 
@@ -118,6 +118,11 @@ the rows of sources that a fit has not seen, as pages that nobody had looked at 
 SPREAD_NEW = 1.25
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
+SPREAD_UNMEASURED = 1.45
+"""The same where layers run as Hugging Face's code has them, under its own Trainer, DeepSpeed or our trainer: no source
+that the constants were fitted to has any. By 90 figures of such runs on pages that were read after the fit, which it
+holds 79% of (docs/planner_accuracy.md: Interval)."""
+
 SPREAD_LAUNCH = 1.83
 """The same where half of the layers or more are so small that the host's launches set their time, or nearly."""
 
@@ -129,6 +134,8 @@ def time_spread(shape: ModelShape, layout: Layout, device: Gpu) -> float:
     kinds = rank.layers()
     if sum(count for count, work, launch in kinds if work.forward < 1.5 * launch) >= sum(kind[0] for kind in kinds) / 2:
         return SPREAD_LAUNCH
+    if layout.engine in ("plain", "deepspeed") or layout.library in ("transformers", "trainyard"):
+        return SPREAD_UNMEASURED
     recent = shape.experts > 0 or layout.precision in ("fp8", "fp4") or device.generation in ("blackwell", "cdna3")
     return SPREAD_NEW if recent else SPREAD_DENSE
 
@@ -673,7 +680,7 @@ def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constant
     return 2 * each * (layout.pipeline - 1 + full)
 
 
-def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> float:
+def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants) -> float:
     """AdamW reads and writes its state once: bound by memory (by PCIe and the host's memory when offloaded)."""
     each = state_bytes(layout)
     share = layout.shard_degree if layout.zero_stage else 1
@@ -682,9 +689,13 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants
     params = both.dense / share + both.expert / (layout.expert_shard_degree if layout.zero_stage else 1)
     if layout.method != "full":
         params *= 0.01
-    bytes_ = params * (each.parameter + each.gradient + each.optimizer)
     if layout.offload == "none":
+        bytes_ = params * (each.parameter + each.gradient + each.optimizer)
         bandwidth = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
         return constants.optimizer_passes * bytes_ / bandwidth
-    # Gradients out and parameters back over PCIe, the update at a host's 50 GB/s a process.
-    return params * (each.gradient + each.parameter) / PCIE_BYTES_PER_SECOND + bytes_ / 50e9
+    # Gradients out and parameters back over PCIe; sums of earlier micro-batches lie on the host and come and go, too.
+    sums = 2 * (layout.num_micro_batches - 1) * each.gradient
+    moved = params * (each.gradient + each.parameter + sums) / PCIE_BYTES_PER_SECOND
+    # The update reads gradients, reads and writes state, in a memory that the node's ranks share.
+    updated = params * (each.gradient + 2 * each.optimizer)
+    return moved + updated * min(layout.world_size, links.gpus_per_node) / (links.host_gb_per_second * 1e9)

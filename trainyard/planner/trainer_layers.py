@@ -509,8 +509,7 @@ class TrainerLayers:
 
     @property
     def _sums_in_fp32(self) -> bool:
-        """In fp16 the loss's gradients are products in fp32, until its scale is known. (A dry run has more: it goes the
-        CPU's way, where such a product wants both factors in fp32.)"""
+        """In fp16 the loss's gradients are products in fp32, until its scale is known."""
         return self.layout.precision == "fp16"
 
     def _parts_of_logits_bytes(self, part: float) -> float:

@@ -1,15 +1,18 @@
 """What kernels of a GPU keep and choose, where this machine's CPU, which runs the step's Python, would do otherwise."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
+from torch.optim import sgd
 from transformers import masking_utils
 
+from trainer.losses import linear
 from trainer.models import attention
 from trainer.strategies import expert_parallel
 from trainyard.spec.job import ResolvedJob
@@ -58,6 +61,18 @@ def _dropout(
     return output
 
 
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The loss's products of fp16 factors, which a GPU sums and returns in float32 without casts of the factors."""
+    result = left @ right
+    return result if result.dtype != torch.float16 else torch.empty_like(result, dtype=torch.float32)
+
+
+def _foreach(tensors: Iterable[torch.Tensor], *_: Any, **__: Any) -> tuple[bool, bool]:
+    """(fused, foreach) of torch's SGD, which states neither: on a GPU, some kernels for all weights at once, but for
+    sharded ones, which torch updates one by one there too."""
+    return False, not any(isinstance(each, DTensor) for each in tensors)
+
+
 def _no_packed_documents(_: torch.Tensor) -> None:
     """What transformers finds by looking at positions: that of tensors without values it takes packed ones for granted,
     and then makes masks, and copies of grouped keys and values to go with them."""
@@ -73,7 +88,8 @@ def _one_document_each(positions: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
-    """Inside, attention keeps what a flash kernel keeps, and routers spread tokens evenly over experts."""
+    """Inside, attention keeps what a flash kernel keeps, routers spread tokens evenly over experts, and what torch
+    does in another way on a CPU is done as on a GPU."""
     ranks_with_experts = job.parallelism.expert * job.parallelism.tensor
 
     def balanced(counts: torch.Tensor, received: torch.Tensor, num_rows: int) -> list[list[int]]:
@@ -85,6 +101,8 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
         for owner, name, ours in (
             (nn.functional, "scaled_dot_product_attention", _flash),
             (nn.functional, "dropout", _dropout),
+            (linear, "_product", _product),
+            (sgd, "_default_to_fused_or_foreach", _foreach),
             (torch, "_check_tensor_all_with", _taken_for_granted),
             (masking_utils, "find_packed_sequence_indices", _no_packed_documents),
             (expert_parallel, "row_counts", balanced),

@@ -218,11 +218,6 @@ def _notes(job: ResolvedJob, steps: Sequence[Step]) -> list[str]:
             f"steps of {few} and {more} micro-batches were traced; each of the {job.gradient_accumulation_steps} adds"
             " what made the difference"
         )
-    if job.spec.training.precision == "fp16":
-        notes.append(
-            "seconds in fp16 are too long: the loss's products are counted in fp32, as this machine has them, which a"
-            " GPU has not; bf16's are a GPU's"
-        )
     if job.spec.training.compile:
         notes.append("blocks were traced as they are before compilation, which keeps no more than they do")
     return notes

@@ -31,5 +31,6 @@ class Momentum(torch.optim.SGD):
 
 
 def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for state in optimizer.state.values():
-        state["step"] += 1
+    steps = [state["step"] for state in optimizer.state.values()]
+    if steps:
+        torch._foreach_add_(steps, 1)

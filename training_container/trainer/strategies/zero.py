@@ -38,6 +38,7 @@ from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.deepspeed_import import load_deepspeed
 from trainer.strategies.flat_shard import FlatShard
+from trainer.strategies.host_update import use_own_cores
 from trainer.strategies.nvme_offload import RankFolder
 from trainer.strategies.torch_engine import MOMENTS, persistent_buffers
 from trainer.tasks import task_of
@@ -73,6 +74,9 @@ class ZeroStrategy(Strategy):
         plan = plan_loss(model, job)
         self.choices = choices_of(model, job, plan, runtime.device)
         optimizer = build_adamw(model, job)
+        if job.parallelism.offload != "none" and runtime.device.type == "cuda":
+            # On a CPU the ranks' threads are all busy with the model already, as many as the job states.
+            use_own_cores(optimizer, at_least=job.spec.training.cpu_threads)
         sizes = [parameter.numel() for parameter in model.parameters()]
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         config = deepspeed_settings.configuration(job, sizes, device_type=runtime.device.type, num_trained=num_trained)

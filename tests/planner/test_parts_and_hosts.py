@@ -1,0 +1,130 @@
+"""What a part keeps up of its peak, what a host takes to update weights, and what frameworks' words say of both."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from trainyard.hardware import gpu, instance
+from trainyard.planner import predict
+from trainyard.planner.communication import EFA, HOST_GB_PER_SECOND, fabric, fabric_of
+from trainyard.planner.families import shape_of_known
+from trainyard.planner.layout import Layout
+from trainyard.planner.operators import Operators
+from trainyard.planner.predict import understand
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS
+from trainyard.planner.timing import SPREAD_DENSE, SPREAD_UNMEASURED, step_time, time_spread
+
+TUNED: dict[str, Any] = {
+    **{"model": "qwen2.5-7b", "gpu": "H100", "gpus": 8, "seq": 8192, "micro_batch": 1, "global_batch": 8},
+    **{"sharding": "zero3", "recompute": "full", "framework": "transformers", "framework_version": "2025-05"},
+}
+
+
+@pytest.mark.parametrize("usual", ["V100", "A100", "H100", "B200"])
+def test_the_part_that_constants_were_fitted_to_is_as_fast_as_fitted(usual: str) -> None:
+    assert gpu(usual).sustained == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"), [("L4", 70.9), ("H20", 142.0), ("A10G", 69.5), ("MI300X", 668.4), ("H100 PCIe", 495.9)]
+)
+def test_a_parts_products_are_as_much_faster_as_they_were_measured(name: str, tflops: float) -> None:
+    """Of the measured ceiling of a product a run reaches the same share on every part of a generation."""
+    part, layout = gpu(name), Layout(engine="torch")
+    usual = {"L4": "A100", "A10G": "A100", "MI300X": "B200"}.get(name, "H100")
+    reached = Operators(layout, part, DEFAULT_CONSTANTS).wide / tflops
+    measured = gpu(usual).achievable_bf16_tflops
+    assert measured is not None
+    expected = Operators(layout, gpu(usual), DEFAULT_CONSTANTS).wide / measured
+    assert reached == pytest.approx(expected, rel=1e-6)
+
+
+def test_nobody_measured_is_no_slower_than_its_generation() -> None:
+    part = dataclasses.replace(gpu("L4"), achievable_bf16_tflops=None)
+    assert part.sustained == 1 > gpu("L4").sustained
+
+
+def test_fp32_has_no_tensor_cores_to_throttle() -> None:
+    layout = Layout(engine="torch", precision="fp32")
+    part = gpu("L4")
+    assert Operators(layout, part, DEFAULT_CONSTANTS).wide == pytest.approx(DEFAULT_CONSTANTS.ceiling_ampere * 30.3e12)
+
+
+def _update_seconds(layout: Layout, machine: str) -> float:
+    found = instance(machine)
+    assert found.gpu is not None
+    return step_time(shape_of_known("llama-2-7b"), layout, found.gpu, fabric_of(found)).optimizer
+
+
+def test_ranks_share_the_memory_of_the_host_that_updates_their_weights() -> None:
+    """7B on 8 GPUs: 28 bytes a parameter of the whole model pass through one host's memory, however many ranks."""
+    away = Layout(engine="deepspeed", zero_stage=3, shard_degree=8, data_parallel=8, offload="cpu", library="trainyard")
+    params = shape_of_known("llama-2-7b").params
+    least = params * 28 / HOST_GB_PER_SECOND / 1e9
+    assert least < _update_seconds(away, "p4d.24xlarge") < 1.5 * least
+    there = dataclasses.replace(away, offload="none")
+    assert _update_seconds(there, "p4d.24xlarge") < 0.05 * least
+
+
+def test_a_small_host_has_fewer_cores_to_update_with() -> None:
+    assert fabric_of(instance("p5.48xlarge")).host_gb_per_second == HOST_GB_PER_SECOND
+    assert fabric_of(instance("g5.xlarge")).host_gb_per_second == 30  # two cores
+    assert fabric(gpu("A10G"), 1, 10, EFA).host_gb_per_second == HOST_GB_PER_SECOND
+
+
+def test_sums_on_the_host_come_and_go_with_each_micro_batch() -> None:
+    away = Layout(engine="deepspeed", zero_stage=2, shard_degree=8, data_parallel=8, offload="cpu")
+    once, often = (
+        _update_seconds(dataclasses.replace(away, num_micro_batches=count), "p4d.24xlarge") for count in (1, 8)
+    )
+    share = shape_of_known("llama-2-7b").params / 8
+    # There and back, in the 16 bits of DeepSpeed's gradients.
+    assert often - once == pytest.approx(7 * share * 2 * 2 / 24e9)
+
+
+@pytest.mark.parametrize(
+    ("words", "chunk", "unfused"),
+    [
+        ("transformers (ms-swift, Liger kernels)", 8192 // 64, False),
+        ("transformers (trl, no Liger kernels)", None, True),
+        ("transformers without liger", None, True),
+        ("transformers", None, True),
+        ("transformers, torch.compile", None, False),
+    ],
+)
+def test_ligers_loss_makes_logits_of_a_part_at_a_time(words: str, chunk: int | None, unfused: bool) -> None:
+    """152,064 words are 42.4 widths of 3,584, so 64 parts."""
+    layout = understand({**TUNED, "framework": words}).layout
+    assert layout.loss_chunk_tokens == chunk and layout.unfused is unfused
+
+
+def test_a_stated_chunk_is_kept() -> None:
+    assert (
+        understand({**TUNED, "framework": "transformers, Liger", "loss_chunk_tokens": 4096}).layout.loss_chunk_tokens
+        == 4096
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights"),
+    [
+        ({"offload": "cpu"}, "cpu"),  # FSDP's
+        ({"offload": "cpu", "framework": "DeepSpeed (transformers)"}, "none"),
+        ({"offload": "cpu", "framework": "DeepSpeed (transformers)", "offload_parameters": "cpu"}, "cpu"),
+        ({"offload": "cpu", "offload_parameters": "none"}, "none"),
+        ({"offload": "cpu", "sharding": "zero2", "framework": "DeepSpeed"}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_fsdp_offloads_weights_and_deepspeed_where_it_is_told(changes: dict[str, Any], weights: str) -> None:
+    assert understand(TUNED | changes).layout.offload_parameters == weights
+    assert "ignored_fields" not in predict(TUNED | changes)
+
+
+def test_systems_that_no_fitted_source_measured_have_a_wider_interval() -> None:
+    shape, device = shape_of_known("llama-2-7b"), gpu("H100")
+    layout = Layout(engine="torch", zero_stage=3, shard_degree=8, data_parallel=8, sequence_length=4096)
+    assert time_spread(shape, layout, device) == SPREAD_DENSE
+    for changes in ({"library": "trainyard"}, {"engine": "deepspeed"}, {"engine": "plain", "library": "transformers"}):
+        assert time_spread(shape, dataclasses.replace(layout, **changes), device) == SPREAD_UNMEASURED  # type: ignore[arg-type]
