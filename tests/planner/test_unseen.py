@@ -31,7 +31,7 @@ def _rows(which: int = 0) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(("which", "least"), [(0, 200), (1, 100), (2, 100)])
+@pytest.mark.parametrize(("which", "least"), [(0, 200), (1, 100), (2, 100), (3, 100)])
 def test_every_row_says_where_it_is_from_and_nothing_of_it_goes_unread(which: int, least: int) -> None:
     rows = _rows(which)
     assert len(rows) >= least and len({row["address"] for row in rows}) >= 15
@@ -49,7 +49,13 @@ def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("which", "label"), [(0, "today"), (1, "today, the second pages"), (2, "today, the third pages")]
+    ("which", "label"),
+    [
+        (0, "today"),
+        (1, "today, the second pages"),
+        (2, "today, the third pages"),
+        (3, "the fourth pages, first and today"),
+    ],
 )
 def test_the_page_prints_todays_scores(which: int, label: str) -> None:
     found = list(scores(_rows(which)))
