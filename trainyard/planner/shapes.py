@@ -39,9 +39,10 @@ class ModelShape:
     """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0
     """Of a MoE model, the layers with an ordinary feed-forward block."""
-    norm: Literal["rms", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
-    """`rms_fp32`: its weight multiplies in fp32 too (Gemma, OLMo 2). `layer_fp32`: in fp32, without weights (OLMo).
-    `layer_written_out`: in fp32, step by step, without bias (Cohere)."""
+    norm: Literal["rms", "rms_wide", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
+    """`rms_wide`: its weight multiplies in fp32 too (OLMo 2, gpt-oss). `rms_fp32`: that, and the weight is no plain one
+    (Gemma's is what one is added to). `layer_fp32`: in fp32, without weights (OLMo). `layer_written_out`: in fp32, step
+    by step, without bias (Cohere)."""
     has_norm_biases: bool = True
     """Of `layer` alone."""
     norms_per_layer: int = 2

@@ -24,6 +24,8 @@ from trainyard.planner.shapes import ModelShape
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
 
+FUSED_NORMS = ("rms", "rms_wide")
+
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
 
@@ -68,6 +70,19 @@ class TrainerLayers:
         """Bytes of what flows between layers: of the embedding's own type."""
         return 4 if self.is_autocast and not self.is_frozen else self.element
 
+    @property
+    def norm(self) -> str:
+        """A kind of `ModelShape.norm`: plain RMS norms run as one kernel (`models/norms.py` of the trainer), which
+        keeps and moves what a layer norm's does. Of fp64 they are left to the library's code."""
+        is_fused = self.shape.norm in FUSED_NORMS and self.layout.precision != "fp64"
+        return "layer" if is_fused else self.shape.norm
+
+    @property
+    def fuses_inner_norms(self) -> bool:
+        """Whether norms of products' results (queries and keys, latents) are such kernels too: under autocast they get
+        16 bits beside weights of 32, which no kernel takes."""
+        return self.shape.norm in FUSED_NORMS and self.norm == "layer" and not (self.is_autocast and not self.is_frozen)
+
     @cached_property
     def hidden(self) -> float:
         """Elements of tokens x hidden, all of them."""
@@ -98,15 +113,15 @@ class TrainerLayers:
     @property
     def _norm_input_element(self) -> int:
         """Written out, a layer norm keeps twice what is left without the mean: to square it, and to scale it."""
-        widened = {"layer": self.residual_element, "layer_written_out": 8}.get(self.shape.norm, 4)
+        widened = {"layer": self.residual_element, "layer_written_out": 8}.get(self.norm, 4)
         return max(widened, self.residual_element)
 
     @property
     def _normalized_element(self) -> int:
         """What a norm keeps of what it normalized, for its weight's gradient; torch's own makes it again."""
-        if self.is_frozen or self.shape.norm in ("layer", "layer_fp32"):
+        if self.is_frozen or self.norm in ("layer", "layer_fp32"):
             return 0
-        return self.residual_element if self.shape.norm == "rms" else 4
+        return self.residual_element if self.norm == "rms" else 4
 
     @property
     def _outputs_norms_bytes(self) -> float:
@@ -269,6 +284,8 @@ class TrainerLayers:
         if shape.normalizes_scores:
             width += (query + key) * 4.0 / self.element  # in float32
         statistics = 4.0 * shape.heads
+        if shape.qk_norm_per_head and self.fuses_inner_norms:
+            statistics += 4.0 * (shape.heads + shape.kv_heads)
         scores = 0.0
         if not layout.flash_attention:
             scores = self._score_bytes * shape.heads * layout.sequence_length
@@ -284,10 +301,13 @@ class TrainerLayers:
 
     @property
     def _score_norm_bytes(self) -> int:
-        """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to."""
+        """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to; of one
+        kernel its input."""
+        if self.fuses_inner_norms:
+            return self.element
         if self.is_frozen:
             return 4
-        return 4 + (4 if self.shape.norm == "rms_fp32" else self.element)
+        return 4 + (4 if self.shape.norm in ("rms_fp32", "rms_wide") else self.element)
 
     @property
     def _widens_softmax(self) -> bool:
@@ -306,13 +326,14 @@ class TrainerLayers:
 
     @property
     def _latent_norms(self) -> float:
-        """Latents' norms, in elements of a token: inputs in float32, normalized values and outputs."""
+        """Latents' norms, in elements of a token: inputs in float32, normalized values and outputs; of one kernel its
+        input and output."""
         latents = self.shape.q_lora_rank + self.shape.kv_lora_rank
         if not self.is_frozen:
-            return latents * (4.0 / self.element + 2.0)
+            return latents * (2.0 if self.fuses_inner_norms else 4.0 / self.element + 2.0)
         read = self.shape.q_lora_rank * self._adapts(QUERY_LATENT_INPUTS)
         read += self.shape.kv_lora_rank * self._adapts(KEY_LATENT_INPUTS)
-        return latents * 4.0 / self.element + read
+        return latents * (1.0 if self.fuses_inner_norms else 4.0 / self.element) + read
 
     @cached_property
     def mlp_bytes(self) -> float:

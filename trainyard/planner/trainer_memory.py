@@ -180,7 +180,7 @@ class _Step:
         kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes
         kept = max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
         # A layer that is computed again has its input beside the float32 copy that an RMS norm makes of it.
-        has_copy = self._shape.norm != "layer" and layers.residual_element < 4
+        has_copy = layers.norm != "layer" and layers.residual_element < 4
         return kept + layers.input_bytes * (has_copy and self._layout.recompute != "none")
 
     def _above(self) -> float:
@@ -303,7 +303,7 @@ class _Step:
         return 3 if self._shape.gated_mlp or self._shape.activation_tensors > 1 else 2
 
     def _norm_bytes(self) -> float:
-        return 2 * self._layers.residual_element if self._shape.norm == "layer" else NORM_BACKWARD_BYTES
+        return 2 * self._layers.residual_element if self._layers.norm == "layer" else NORM_BACKWARD_BYTES
 
     def _mlp_weights(self) -> float:
         """Of a layer's parameters, those of its feed-forward block."""

@@ -14,6 +14,7 @@ from trainyard.planner.trainer_layers import TrainerLayers
 
 NORM_BYTES = {
     "rms": (36.0, 92.0),
+    "rms_wide": (40.0, 104.0),
     "rms_fp32": (40.0, 104.0),
     "layer": (4.0, 6.0),
     "layer_fp32": (20.0, 24.0),
@@ -70,7 +71,7 @@ class Unfused:
         forward, backward = self._norms(0.0 if shape.parallel_residual else shape.norms_per_layer / 2)
         scored = self.layout.tokens_per_micro_batch * (shape.query_dim + shape.kv_dim) / split
         if shape.qk_norm_per_head or shape.qk_norm_whole:
-            normed = NORM_BYTES[shape.norm]
+            normed = NORM_BYTES["layer" if self._is_ours and self._layers.fuses_inner_norms else shape.norm]
             forward, backward = forward + normed[0] * scored, backward + normed[1] * scored
         if not (shape.learned_positions or shape.alibi):
             widened = 2.0 if shape.wide_scores else 1.0
@@ -110,12 +111,21 @@ class Unfused:
         layout = self.layout
         if layout.zero_stage == 3 and layout.shard_degree > 1 and layout.engine == "torch":
             each = SHARDED_BYTES
-        elif TrainerLayers(self.shape, layout).is_autocast:
+        elif self._layers.is_autocast:
             each = CAST_BYTES
         else:
             return 0.0, 0.0
         # Frozen weights have no gradients.
         return each[0] * count, (each[1] if layout.method == "full" else each[0]) * count
+
+    @property
+    def _layers(self) -> TrainerLayers:
+        return TrainerLayers(self.shape, self.layout)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Our trainer's, and not transformers' own."""
+        return self.layout.library == "trainyard"
 
     @property
     def _hidden(self) -> float:
@@ -133,8 +143,8 @@ class Unfused:
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
     def _norms(self, number: float) -> tuple[float, float]:
-        each = NORM_BYTES[self.shape.norm]
-        is_autocast = TrainerLayers(self.shape, self.layout).residual_element > self.layout.element_bytes
+        each = NORM_BYTES[self._layers.norm if self._is_ours else self.shape.norm]
+        is_autocast = self._layers.residual_element > self.layout.element_bytes
         more = AUTOCAST_BYTES if is_autocast else (0.0, 0.0)
         elements = number * self._hidden
         return (each[0] + more[0]) * elements, (each[1] + more[1]) * elements

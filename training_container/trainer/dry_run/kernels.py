@@ -13,7 +13,7 @@ from torch.optim import sgd
 from transformers import masking_utils
 
 from trainer.losses import linear
-from trainer.models import attention
+from trainer.models import attention, norms
 from trainer.strategies import expert_parallel
 from trainyard.spec.job import ResolvedJob
 
@@ -67,6 +67,30 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return result if result.dtype != torch.float16 else torch.empty_like(result, dtype=torch.float32)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """The kernel that a CPU hasn't, by a layer norm's, which reads and writes as much. Kept are the input and a number
+    a row: the mean that a layer norm keeps beside it is none of the other's."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        output, _, scale = _aten.native_layer_norm(hidden, weight.shape, weight, None, epsilon)
+        ctx.save_for_backward(hidden, weight, scale)
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, scale = ctx.saved_tensors
+        needed = [*ctx.needs_input_grad[:2], False]
+        of_hidden, of_weight, _ = _aten.native_layer_norm_backward(
+            gradients[0], hidden, weight.shape, scale, scale, weight, None, needed
+        )
+        return of_hidden, of_weight, None
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return _RmsNorm.apply(hidden, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _foreach(tensors: Iterable[torch.Tensor], *_: Any, **__: Any) -> tuple[bool, bool]:
     """(fused, foreach) of torch's SGD, which states neither: on a GPU, some kernels for all weights at once, but for
     sharded ones, which torch updates one by one there too."""
@@ -101,6 +125,7 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
         for owner, name, ours in (
             (nn.functional, "scaled_dot_product_attention", _flash),
             (nn.functional, "dropout", _dropout),
+            (norms, "rms_norm", _rms_norm),
             (linear, "_product", _product),
             (sgd, "_default_to_fused_or_foreach", _foreach),
             (torch, "_check_tensor_all_with", _taken_for_granted),

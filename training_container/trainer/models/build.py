@@ -19,6 +19,7 @@ from trainer.models.attention import HALF_TYPES, attach, choose_attention, varle
 from trainer.models.configuration import configuration_in, size_of, states_positions
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.grouped_products import narrow_grouped_products
+from trainer.models.norms import fuse_norms
 from trainer.models.quantized import quantize_blocks
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
@@ -43,6 +44,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
     _check_fits(job, model, vocab_size)
     attach(model)
+    fuse_norms(model)
     rotary.settle(model, job.spec.data.sequence_length)
     if job.spec.training.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most

@@ -1,0 +1,78 @@
+"""RMS norms by torch's own kernel, where a model's code has one written out.
+
+Nearly all families have LlamaRMSNorm's lines, word for word: a cast to fp32, a square, a mean, a product, a cast back
+and the weight, each a kernel that reads and writes the whole tensor, with two copies of it kept for the backward pass;
+others multiply with the weight before they cast, as OLMo 2 and gpt-oss. As one kernel (`aten._fused_rms_norm`, which
+CUDA has) a norm reads its input, writes its output and keeps no more than its input: a ninth of the bytes. In fp32
+nothing changes but the order of sums; in 16 bits the result is rounded once, where Llama's is twice. Models stay
+Hugging Face's: names, weights and exports are the same.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.helium.modeling_helium import HeliumRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+KNOWN = (LlamaRMSNorm, Olmo2RMSNorm, HeliumRMSNorm, Llama4TextRMSNorm)
+"""Whose forward passes are torch's RMS norm: those of all families that are planned for, but for Gemma's kind."""
+
+FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""In float64 the library's code stays, which computes in float32 whatever it is given: proofs are held against that."""
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Has every norm of `model` whose code is that of a known one computed by one kernel."""
+    for module in model.modules():
+        if is_written_out(type(module)):
+            fused: Any = _fused
+            module.__class__ = fused(type(module))  # as FSDP does it
+
+
+def is_written_out(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward pass is a known one's, by its bytecode: of other code nothing is assumed."""
+    lines = _lines(kind)
+    return lines is not None and lines in [_lines(known) for known in KNOWN]
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """hidden / root mean square over its last dim, times weight (that dim); both of one type, which the result has."""
+    return F.rms_norm(hidden, weight.shape, weight, epsilon)
+
+
+def _lines(kind: type[nn.Module]) -> list[tuple[Any, ...]] | None:
+    """What a class's forward pass does, and what it calls of its own, but for documentation; None: no Python code."""
+    found = []
+    for name in ("forward", "_norm"):
+        method: Any = getattr(kind, name, None)
+        code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
+        if code is not None:
+            constants = [each for each in code.co_consts if not isinstance(each, str)]
+            found.append((name, code.co_code, code.co_names, code.co_varnames, constants))
+    return found or None
+
+
+@functools.cache
+def _fused(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class like `kind`, also by its name, which asks torch's kernel."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:  # their name
+        weight = self.weight
+        # Of two types (autocast's: a norm of a product's output) their code returns the wider one.
+        if hidden_states.dtype != weight.dtype or weight.dtype not in FUSED_TYPES:
+            return kind.forward(self, hidden_states)
+        epsilon = self.eps if hasattr(self, "eps") else self.variance_epsilon
+        if hidden_states.dim() == 4 and not hidden_states.is_contiguous():
+            # Queries with heads before positions, as a view: a kernel would put them in that order, and attention its
+            # result, only for the output projection to put it back.
+            in_order = hidden_states.transpose(1, 2)
+            if in_order.is_contiguous():
+                return rms_norm(in_order, weight, epsilon).transpose(1, 2)
+        return rms_norm(hidden_states, weight, epsilon)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
