@@ -32,7 +32,7 @@ from trainyard.planner.communication import all_reduce_seconds, all_to_all_secon
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MemoryConstants
 from trainyard.planner.memory import memory
 from trainyard.planner.predict import predict, understand
-from trainyard.planner.timing import SPREAD_DENSE, SPREAD_LAUNCH, SPREAD_NEW, step_time, time_spread
+from trainyard.planner.timing import SPREAD_DENSE, SPREAD_LAUNCH, SPREAD_NEW, SPREAD_UNMEASURED, step_time, time_spread
 
 Row = dict[str, str]
 Answer = dict[str, Any]
@@ -786,7 +786,7 @@ def cross_validated_time(folder: Path) -> Iterator[str]:
         yield from by_kind(held, rows)
     yield "\n" + coverage("sources known", pairs)
     yield coverage("source left out", unseen)
-    for kind in (SPREAD_DENSE, SPREAD_NEW, SPREAD_LAUNCH):
+    for kind in (SPREAD_DENSE, SPREAD_NEW, SPREAD_UNMEASURED, SPREAD_LAUNCH):
         members = [
             pair
             for pair in unseen

@@ -140,6 +140,7 @@ def test_what_only_the_app_knows_is_one_line_too(tmp_path: Path, capsys: pytest.
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tenants", [3, pytest.param(10, marks=pytest.mark.full)])
 def test_any_number_of_tenants_synthesis_included(num_tenants: int, tmp_path: Path) -> None:
     names = {f"team{letter}": index for index, letter in enumerate("abcdefghij"[:num_tenants])}

@@ -284,6 +284,7 @@ OPENINGS: dict[str, tuple[Edit, str, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPENINGS)
 def test_what_a_statement_opens_is_found_and_named(altered: Alter, name: str) -> None:
     mistake, who, action, target = OPENINGS[name]

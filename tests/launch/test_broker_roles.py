@@ -123,6 +123,7 @@ def test_a_job_runs_as_a_role_of_its_own_under_the_tenants_boundary(
     assert "acme-checkpoints/jobs/*" not in text
 
 
+@pytest.mark.slow
 def test_a_role_that_sagemaker_does_not_see_yet_is_waited_for(ask: Any, record: JobRecord, jobs: Jobs) -> None:
     jobs.unseen = 3
     assert ask()["submitted"] == JOB_ID

@@ -336,6 +336,7 @@ def test_prices_that_are_not_awss_own_say_so_wherever_they_are_used(
     assert "not AWS" not in PriceBook.opened(today=None).price("p5.48xlarge").basis
 
 
+@pytest.mark.slow
 def test_every_way_to_buy_is_read_over_the_wire_and_over_pages(
     here: EmulatorInfo, capsys: pytest.CaptureFixture[str]
 ) -> None:

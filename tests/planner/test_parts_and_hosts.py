@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from trainyard.errors import InputError
 from trainyard.hardware import gpu, instance
 from trainyard.planner import predict
-from trainyard.planner.communication import EFA, HOST_GB_PER_SECOND, fabric, fabric_of
+from trainyard.planner.communication import EFA, HOST_MEMORY_GB_PER_SECOND, fabric, fabric_of
 from trainyard.planner.families import shape_of_known
-from trainyard.planner.layout import Layout
+from trainyard.planner.layout import Layout, Library
+from trainyard.planner.memory import state_bytes
 from trainyard.planner.operators import Operators
 from trainyard.planner.predict import understand
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
@@ -61,32 +63,55 @@ def test_ranks_share_the_memory_of_the_host_that_updates_their_weights() -> None
     """7B on 8 GPUs: 28 bytes a parameter of the whole model pass through one host's memory, however many ranks."""
     away = Layout(engine="deepspeed", zero_stage=3, shard_degree=8, data_parallel=8, offload="cpu", library="trainyard")
     params = shape_of_known("llama-2-7b").params
-    least = params * 28 / HOST_GB_PER_SECOND / 1e9
+    least = params * 28 / HOST_MEMORY_GB_PER_SECOND / 1e9
     assert least < _update_seconds(away, "p4d.24xlarge") < 1.5 * least
     there = dataclasses.replace(away, offload="none")
     assert _update_seconds(there, "p4d.24xlarge") < 0.05 * least
 
 
 def test_a_small_host_has_fewer_cores_to_update_with() -> None:
-    assert fabric_of(instance("p5.48xlarge")).host_gb_per_second == HOST_GB_PER_SECOND
-    assert fabric_of(instance("g5.xlarge")).host_gb_per_second == 30  # two cores
-    assert fabric(gpu("A10G"), 1, 10, EFA).host_gb_per_second == HOST_GB_PER_SECOND
+    assert fabric_of(instance("p5.48xlarge")).host_memory_gb_per_second == HOST_MEMORY_GB_PER_SECOND
+    assert fabric_of(instance("g5.xlarge")).host_memory_gb_per_second == 30  # two cores
+    assert fabric(gpu("A10G"), 1, 10, EFA).host_memory_gb_per_second == HOST_MEMORY_GB_PER_SECOND
 
 
-def test_sums_on_the_host_come_and_go_with_each_micro_batch() -> None:
-    away = Layout(engine="deepspeed", zero_stage=2, shard_degree=8, data_parallel=8, offload="cpu")
+@pytest.mark.parametrize(
+    ("stage", "library", "trips"),
+    [
+        (3, "trainyard", 2),
+        (2, "", 2),
+        (2, "trainyard", 0),  # summed in fp32 on the GPU
+        (1, "trainyard", 0),  # sent once, at the end
+        (1, "", 0),
+    ],
+)
+def test_sums_on_the_host_come_and_go_with_each_micro_batch(stage: int, library: Library, trips: int) -> None:
+    away = Layout(engine="deepspeed", zero_stage=stage, shard_degree=8, data_parallel=8, offload="cpu", library=library)
     once, often = (
         _update_seconds(dataclasses.replace(away, num_micro_batches=count), "p4d.24xlarge") for count in (1, 8)
     )
     share = shape_of_known("llama-2-7b").params / 8
-    # There and back, in the 16 bits of DeepSpeed's gradients.
-    assert often - once == pytest.approx(7 * share * 2 * 2 / 24e9)
+    assert often - once == pytest.approx(7 * trips * share * state_bytes(away).gradient / 24e9, rel=1e-4, abs=1e-9)
+
+
+def test_fsdps_weights_are_masters_and_stay_where_they_are() -> None:
+    """28 bytes of the update a parameter, and of its traffic the gradient alone."""
+    away = Layout(
+        engine="torch", zero_stage=3, shard_degree=8, data_parallel=8, offload="cpu", offload_parameters="cpu"
+    )
+    params = shape_of_known("llama-2-7b").params
+    expected = params * 28 / HOST_MEMORY_GB_PER_SECOND / 1e9 + params / 8 * 4 / 24e9
+    assert _update_seconds(away, "p4d.24xlarge") == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("words", "chunk", "unfused"),
     [
-        ("transformers (ms-swift, Liger kernels)", 8192 // 64, False),
+        ("transformers (ms-swift, Liger kernels)", 256, False),
+        ("transformers, Liger disabled", None, True),
+        ("transformers, non-Liger", None, True),
+        ("transformers, uncompiled, without fused Liger kernels", None, True),
+        ("transformers, no torch compile", None, True),
         ("transformers (trl, no Liger kernels)", None, True),
         ("transformers without liger", None, True),
         ("transformers", None, True),
@@ -94,7 +119,7 @@ def test_sums_on_the_host_come_and_go_with_each_micro_batch() -> None:
     ],
 )
 def test_ligers_loss_makes_logits_of_a_part_at_a_time(words: str, chunk: int | None, unfused: bool) -> None:
-    """152,064 words are 42.4 widths of 3,584, so 64 parts."""
+    """152,064 words are 42.4 widths of 3,584: 8,192 tokens in parts of 191, rounded up to a power of two."""
     layout = understand({**TUNED, "framework": words}).layout
     assert layout.loss_chunk_tokens == chunk and layout.unfused is unfused
 
@@ -113,6 +138,7 @@ def test_a_stated_chunk_is_kept() -> None:
         ({"offload": "cpu", "framework": "DeepSpeed (transformers)"}, "none"),
         ({"offload": "cpu", "framework": "DeepSpeed (transformers)", "offload_parameters": "cpu"}, "cpu"),
         ({"offload": "cpu", "offload_parameters": "none"}, "none"),
+        ({"offload": "cpu", "gpus": 1, "global_batch": 1}, "none"),
         ({"offload": "cpu", "sharding": "zero2", "framework": "DeepSpeed"}, "none"),
         ({}, "none"),
     ],
@@ -120,6 +146,19 @@ def test_a_stated_chunk_is_kept() -> None:
 def test_fsdp_offloads_weights_and_deepspeed_where_it_is_told(changes: dict[str, Any], weights: str) -> None:
     assert understand(TUNED | changes).layout.offload_parameters == weights
     assert "ignored_fields" not in predict(TUNED | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"offload": "cpu", "offload_parameters": "cpu", "sharding": "zero2"}, "set sharding to zero3"),
+        ({"offload_parameters": "cpu"}, "needs offload; set it to cpu or nvme"),
+        ({"offload": "cpu", "offload_parameters": "disk"}, "offload_parameters"),
+    ],
+)
+def test_weights_that_cannot_leave_the_gpu_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        understand(TUNED | changes)
 
 
 def test_systems_that_no_fitted_source_measured_have_a_wider_interval() -> None:

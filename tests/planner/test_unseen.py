@@ -54,7 +54,7 @@ def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
         (0, "today"),
         (1, "today, the second pages"),
         (2, "today, the third pages"),
-        (3, "the fourth pages, first and today"),
+        (3, "today, the fourth pages"),
     ],
 )
 def test_the_page_prints_todays_scores(which: int, label: str) -> None:

@@ -157,6 +157,7 @@ def run_and_check(cases: dict[int, dict[str, RunRequest]]) -> None:
         check_equal(dict(zip(named, run(world_size, list(named.values())), strict=True)), reference)
 
 
+@pytest.mark.slow
 def test_two_and_four_ranks_equal_one_process() -> None:
     run_and_check(CASES)
 

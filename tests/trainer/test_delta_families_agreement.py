@@ -17,7 +17,11 @@ SHARDED, COPIED = {"data_shard": 8}, {"data_replicate": 8}
 
 @pytest.mark.parametrize(
     "recompute",
-    ["none", pytest.param("selective", marks=pytest.mark.full), pytest.param("full", marks=pytest.mark.slow)],
+    [
+        pytest.param("none", marks=pytest.mark.slow),
+        pytest.param("selective", marks=pytest.mark.full),
+        pytest.param("full", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "model",

@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What a configuration may state that changes what a layer keeps."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", OPTIONS)
 def test_so_they_do_with_what_a_configuration_may_state(model_type: str) -> None:
     found = agreement({"model_type": model_type, **FEW, "intermediate_size": 6144, **OPTIONS[model_type]})

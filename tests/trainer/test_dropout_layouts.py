@@ -119,6 +119,7 @@ def check_same_bits(asked: Case, resumed: Result, whole: Result) -> None:
         assert [value.hex() for value in resumed[key]] == [value.hex() for value in wanted], (asked, key)
 
 
+@pytest.mark.slow
 def test_recomputation_and_a_resume_drop_the_same(sources: Path, tmp_path: Path) -> None:
     check(SHORT, sources, tmp_path)
 

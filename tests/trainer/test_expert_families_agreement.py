@@ -43,7 +43,10 @@ def test_every_family_is_tried() -> None:
     assert set(MODELS) == {*EXPERT_READERS, "gpt_oss", "qwen2_moe"}
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.full), "full"])
+@pytest.mark.parametrize(
+    "recompute",
+    ["none", pytest.param("selective", marks=pytest.mark.full), pytest.param("full", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_closed_form_and_trace_agree(model_type: str, recompute: str) -> None:
     found = _agreement(model_type, recompute)

@@ -1,10 +1,12 @@
 """RMS norms by torch's kernel: the same numbers, nothing else of a model changed, and only where the code is known."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.dry_run import kernels
 from trainer.models.norms import KNOWN, fuse_norms, is_written_out, rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -16,6 +18,10 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from trainyard.errors import InputError
+from trainyard.planner.families import FAMILIES, shape_from_config
+from trainyard.planner.trainer_layers import FUSED_NORMS
 
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
@@ -76,6 +82,32 @@ def test_of_two_types_the_librarys_code_stays() -> None:
     assert torch.equal(theirs(hidden), ours(hidden)) and ours(hidden).dtype == torch.float32
 
 
+@KINDS
+def test_autocast_on_a_gpu_leaves_16_bits_16_bits(kind: type[nn.Module]) -> None:
+    """Frozen norms of an adapter's base. Of tensors without values torch tells what a GPU's autocast makes of them."""
+    kept = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            norm = kind(48)
+            norm.weight = nn.Parameter(torch.empty(48, dtype=torch.bfloat16, device="cuda"))
+            hidden = torch.empty(2, 5, 48, dtype=torch.bfloat16, device="cuda")
+            fuse_norms(norm)
+            assert norm(hidden).dtype == torch.bfloat16
+            widened = nn.functional.rms_norm(hidden, (48,), norm.weight, 1e-6)
+    finally:
+        torch.set_autocast_enabled("cuda", kept)
+    assert widened.dtype == torch.float32, "torch has mended it: F.rms_norm would do"
+
+
+def test_it_is_copied_and_pickled_as_any_module() -> None:
+    _, ours = _norms(torch.float32)
+    hidden = torch.randn(3, 48)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(other) is type(ours) and other is not ours
+        assert torch.equal(other(hidden), ours(hidden)) and other.weight is not ours.weight
+
+
 def test_heads_before_positions_come_out_in_the_order_that_they_came_in() -> None:
     theirs, ours = _norms(torch.float32)
     hidden = torch.randn(2, 6, 4, 48).transpose(1, 2)
@@ -134,3 +166,28 @@ def test_a_dry_runs_stand_in_keeps_what_the_kernel_keeps() -> None:
     result.sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_plan_knows_which_families_norms_are_fused(family: str) -> None:
+    """As each reader says; what has a gate or no weights isn't the layers' own."""
+    try:
+        config = AutoConfig.for_model(family)
+        shape = shape_from_config(config.to_dict() | {"model_type": family})
+    except (InputError, TypeError) as error:  # of defaults that its reader, or transformers, has not
+        pytest.skip(str(error))
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except TypeError as error:
+        pytest.skip(f"transformers' own defaults make no model: {error}")
+    found = {
+        is_written_out(type(module))
+        for module in model.modules()
+        if type(module).__name__.endswith("Norm") and not type(module).__name__.endswith("L2Norm")
+    }
+    assert found == {shape.norm in FUSED_NORMS}

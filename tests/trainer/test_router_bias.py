@@ -106,6 +106,7 @@ def test_a_step_moves_it_against_the_loads_of_the_whole_batch(tmp_path: Path) ->
         assert torch.equal(found[f"model.{name}.{BUFFER}"], RATE * torch.sign(mean - load)), name
 
 
+@pytest.mark.slow
 def test_every_layout_moves_it_alike_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     ones = references(MOVED, tmp_path)
     moved = biases(torch.load(tmp_path / "fp64"))

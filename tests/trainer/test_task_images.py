@@ -125,6 +125,7 @@ def test_all_layouts_equal_one_process(shards: Path, tmp_path: Path) -> None:
     compare(4, ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"), shards, tmp_path)
 
 
+@pytest.mark.slow
 def test_local_statistics_differ_and_half_precision_trains(shards: Path, tmp_path: Path) -> None:
     """What `batch_norm: local` gives up is real; its running averages are those of all ranks nevertheless."""
     local = image_job(shards, images={"batch_norm": "local"}, training={"precision": "fp64"})

@@ -153,6 +153,7 @@ def test_two_ranks_equal_one_process(shards: Path, tmp_path: Path) -> None:
     compare(2, ("ddp", "fsdp", "zero2", "zero3"), shards, tmp_path, every_other=True)
 
 
+@pytest.mark.slow
 def test_half_precision_and_a_frozen_tower(shards: Path, tmp_path: Path) -> None:
     """What jobs/vlm-llava-7b.yaml asks for: the tower keeps its weights, which bf16 stores in bf16."""
     changes = {"images": {"freeze_vision": True, "decode_threads": 2}}

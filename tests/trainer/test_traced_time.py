@@ -92,6 +92,7 @@ def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | N
     assert reckoned == pytest.approx(counted, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False])
 def test_an_images_tower_takes_what_its_trace_says(frozen: bool) -> None:
     """24 layers of 14 small kernels: launching them takes longer than they do, but not than the language model."""

@@ -33,11 +33,11 @@ PEER_SECONDS = 5e-6
 
 SEND_LATENCY_SECONDS = 20e-6
 
-HOST_GB_PER_SECOND = 110.0
+HOST_MEMORY_GB_PER_SECOND = 110.0
 """Of its memory, what a large host's processors together get in an update of AdamW: eight ranks of a node took 2.1 s
 for a billion parameters each (github.com/stas00/ml-engineering, DeepSpeed on H200), of 28 bytes read and written."""
 
-CORE_GB_PER_SECOND = 15.0
+CORE_MEMORY_GB_PER_SECOND = 15.0
 """Of that, what one core gets: 1.8 s for a billion parameters by torch's fused AdamW on one of a Xeon with AVX-512."""
 
 
@@ -77,7 +77,7 @@ class Fabric:
     node_gb_per_second: float
     """Of one node, to the others."""
     network: Network
-    host_gb_per_second: float = HOST_GB_PER_SECOND
+    host_memory_gb_per_second: float = HOST_MEMORY_GB_PER_SECOND
     """Of memory, what a node's processors read and write as they update what is offloaded to it."""
 
 
@@ -99,7 +99,8 @@ def fabric_of(machine: Instance) -> Fabric:
     assert machine.gpu is not None
     links = fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second, EFA)
     # Two vCPUs are a core's two threads, which get no more of memory than one.
-    return replace(links, host_gb_per_second=min(HOST_GB_PER_SECOND, machine.vcpus / 2 * CORE_GB_PER_SECOND))
+    of_cores = machine.vcpus / 2 * CORE_MEMORY_GB_PER_SECOND
+    return replace(links, host_memory_gb_per_second=min(HOST_MEMORY_GB_PER_SECOND, of_cores))
 
 
 def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float, network: Network) -> Fabric:

@@ -151,6 +151,7 @@ def _flex_olmo(config: Config) -> ModelShape:
         **sizes,
         **four_biases(config),
         **routed(config, width=sizes["ffn"], experts=7, per_token=5, experts_names=EXPERT_NAMES),
+        norm="rms_wide",
         qk_norm_whole=True,
     )
 

@@ -351,6 +351,7 @@ def _nemotron_h(config: Config) -> ModelShape:
     return ModelShape(
         **{**sizes, "layers": len(pattern), "tied_embeddings": False},  # whatever tie_word_embeddings says
         gated_mlp=False,
+        norm="rms_wide",
         norms_per_layer=1,
         experts=number(config, 8, "num_local_experts", "n_routed_experts") if has_experts else 0,
         experts_per_token=number(config, 2, "num_experts_per_tok") if has_experts else 0,

@@ -277,17 +277,21 @@ def trained_state(params: StageParams, layout: Layout) -> tuple[float, float, fl
     return sizes[0], sizes[1], sizes[2]
 
 
-def _offloads_gradients(layout: Layout) -> bool:
-    """Whether our own trainer's DeepSpeed (0.19) sums gradients in the host's memory, as the optimizer's state isn't on
-    the GPU.
+def sums_on_host(layout: Layout) -> bool:
+    """Whether DeepSpeed (0.19) sums gradients in the host's memory, as the optimizer's state isn't on the GPU.
 
     Stage 3 does, for a disk too. Stage 2 has gradients of a wider type than the weights' in a buffer on the GPU until
     the step; stage 1 sends nothing before a step's last micro-batch.
     """
-    if layout.library != "trainyard" or layout.offload == "none" or layout.zero_stage < 2:
+    if layout.engine != "deepspeed" or layout.offload == "none" or layout.zero_stage < 2:
         return False
     each = state_bytes(layout)
     return layout.zero_stage == 3 or each.gradient == each.parameter
+
+
+def _offloads_gradients(layout: Layout) -> bool:
+    """The same of our own trainer's: what other DeepSpeed jobs hold is counted as published runs have it."""
+    return layout.library == "trainyard" and sums_on_host(layout)
 
 
 def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:

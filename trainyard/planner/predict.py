@@ -666,20 +666,27 @@ OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
 
 
 def _says(text: str, word: str) -> bool:
-    """Whether a framework has it: "Liger kernels" does, "no Liger kernels" and "without compile" don't."""
-    return word in text and re.search(rf"\b(no|without) (torch\.)?{word}", text) is None
+    """Whether a framework's words have one and don't deny it: "Liger kernels", not "no Liger kernels", "uncompiled"."""
+    before = r"\b(no|not|non|without|un)[\s-]*((torch|fused)[.\s-]*)?"
+    after = r"\w*(\s+kernels?)?\s+(off|disabled)\b"
+    return word in text and re.search(rf"{before}{word}|{word}{after}", text) is None
 
 
 def _liger_chunk_tokens(tokens: int, shape: ModelShape) -> int:
-    """Of a micro-batch of `tokens`, how many Liger's fused loss makes logits of at a time: as many as have no more
-    elements than the hidden states, cut to a power of two of parts (linkedin/Liger-Kernel, arXiv:2410.10989)."""
-    parts = 1 << (math.ceil(shape.vocab / shape.hidden) - 1).bit_length()
-    return max(1, math.ceil(tokens / parts))
+    """Of a micro-batch of `tokens`, how many Liger's fused loss makes logits of at a time: the tokens over how often
+    the hidden states' width goes into the vocabulary, rounded up to a power of two (linkedin/Liger-Kernel,
+    fused_linear_cross_entropy; arXiv:2410.10989)."""
+    share = math.ceil(tokens / math.ceil(shape.vocab / shape.hidden))
+    return min(tokens, 1 << (share - 1).bit_length())
+
+
+def _words(fields: _Fields) -> str:
+    return f"{fields.text('framework')} {fields.text('framework_version')}".lower()
 
 
 def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> dict[str, Any]:
     """Which kernels save what: of the framework, its era, and the generation of the GPU."""
-    text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
+    text = _words(fields)
     year = re.search(r"\b20(\d\d)\b", text)
     deterministic = fields.flag("deterministic", False)
     attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ATTENTIONS)
@@ -753,7 +760,6 @@ def _layout(
     ranks = data_parallel * degrees["cp"]
     method = cast(Method, fields.choice("method", "full", get_args(Method)))
     kernels = _kernels(fields, device, engine, method)
-    offload = fields.choice("offload", "none", PLACES)
     split = ranks > 1 and degrees["tp"] * degrees["pp"] == 1
     sharding = method == "full" and engine == "torch" and shape.params > 1.5e9
     usual = "zero3" if split and (sharding or kernels["library"] == "litgpt") else "none"
@@ -768,9 +774,10 @@ def _layout(
         if fields.given("micro_batch"):
             raise InputError(f"global_batch {batch}: is not a multiple of micro_batch x dp = {micro} x {data_parallel}")
         raise InputError(f"global_batch {batch}: is not a multiple of dp = {data_parallel}")
+    offload, offload_parameters = _offloads(fields, engine, stage, ranks)
     chunks = fields.whole("vp", 1)
     sequence_length = fields.whole("seq", 4096 if shape.gated_mlp else 2048)
-    if kernels["loss_chunk_tokens"] is None and _says(fields.text("framework").lower(), "liger"):
+    if kernels["loss_chunk_tokens"] is None and _says(_words(fields), "liger"):
         tokens = micro * sequence_length // degrees["cp"]
         kernels["loss_chunk_tokens"] = _liger_chunk_tokens(tokens, shape)
     return Layout(
@@ -801,16 +808,24 @@ def _layout(
         trains_vocabulary=fields.flag("trains_vocabulary", False),
         adapter=cast(Adapter, fields.choice("adapter", "lora", get_args(Adapter))),
         offload=cast(Any, offload),
-        # FSDP knows one offload alone: of the weights, and with them of all that belongs to them.
-        offload_parameters=cast(
-            Any,
-            fields.choice("offload_parameters", offload if engine != "deepspeed" and stage == 3 else "none", PLACES),
-        ),
+        offload_parameters=cast(Any, offload_parameters),
         optimizer=cast(
             Optimizer, fields.choice("optimizer", _usual_optimizer(kernels, ranks, method), get_args(Optimizer))
         ),
         **kernels,
     )
+
+
+def _offloads(fields: _Fields, engine: Engine, stage: int, ranks: int) -> tuple[str, str]:
+    """Where optimizer state and weights live. FSDP knows one offload alone: of the weights, and all that is theirs."""
+    state = fields.choice("offload", "none", PLACES)
+    is_fsdp = engine != "deepspeed" and stage == 3 and ranks > 1
+    weights = fields.choice("offload_parameters", state if is_fsdp else "none", PLACES)
+    if weights != "none" and stage != 3:
+        raise InputError(f"offload_parameters {weights}: only cut weights leave a GPU; set sharding to zero3")
+    if weights != "none" and state == "none":
+        raise InputError(f"offload_parameters {weights}: needs offload; set it to cpu or nvme")
+    return state, weights
 
 
 def _usual_optimizer(kernels: Mapping[str, Any], ranks: int, method: Method) -> str:

@@ -26,7 +26,7 @@ from trainyard.planner.communication import (
 )
 from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import QLORA_BYTES, state_bytes
+from trainyard.planner.memory import QLORA_BYTES, state_bytes, sums_on_host
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
@@ -119,9 +119,9 @@ SPREAD_NEW = 1.25
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
 SPREAD_UNMEASURED = 1.45
-"""The same where layers run as Hugging Face's code has them, under its own Trainer, DeepSpeed or our trainer: no source
-that the constants were fitted to has any. By 90 figures of such runs on pages that were read after the fit, which it
-holds 79% of (docs/planner_accuracy.md: Interval)."""
+"""The same under Hugging Face's Trainer, DeepSpeed, plain loops and our own trainer, whose layers are Hugging Face's,
+compiled or not: of such runs the fit has one, untuned. By 93 figures on pages that were read after it, of which it
+holds 81% (docs/planner_accuracy.md: Interval)."""
 
 SPREAD_LAUNCH = 1.83
 """The same where half of the layers or more are so small that the host's launches set their time, or nearly."""
@@ -590,7 +590,7 @@ def _distinct(groups: int, experts: int, chosen: int) -> float:
 
 def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
     """ZeRO-3 per micro-batch: parameters gathered forward and backward, gradients scattered."""
-    if layout.zero_stage < 3 or layout.shard_degree == 1:
+    if layout.zero_stage < 3 or (layout.shard_degree == 1 and layout.offload_parameters == "none"):
         return 0.0
     units = stage.layers + 1
     times = 0.0
@@ -604,6 +604,18 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
             reduced = params * 4 / units if in_fp32 else gathered
             times += all_gather_seconds(reduced, members, links)
     return times * units
+
+
+def _gradient_trips(layout: Layout) -> int:
+    """How often a step's gradients cross PCIe, where optimizer state is offloaded.
+
+    Once, at its end. Where they are summed on the host, once for each micro-batch; DeepSpeed (0.19) brings the sum back
+    to add to it on the GPU, so that it makes two trips for each but the first.
+    """
+    more = layout.num_micro_batches - 1
+    if layout.engine != "deepspeed":
+        return 1 + more
+    return 1 + 2 * more if sums_on_host(layout) else 1
 
 
 def _sharded(params: StageParams, layout: Layout, links: Fabric) -> Iterator[tuple[float, Group]]:
@@ -693,9 +705,11 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fa
         bytes_ = params * (each.parameter + each.gradient + each.optimizer)
         bandwidth = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
         return constants.optimizer_passes * bytes_ / bandwidth
-    # Gradients out and parameters back over PCIe; sums of earlier micro-batches lie on the host and come and go, too.
-    sums = 2 * (layout.num_micro_batches - 1) * each.gradient
-    moved = params * (each.gradient + each.parameter + sums) / PCIE_BYTES_PER_SECOND
-    # The update reads gradients, reads and writes state, in a memory that the node's ranks share.
-    updated = params * (each.gradient + 2 * each.optimizer)
-    return moved + updated * min(layout.world_size, links.gpus_per_node) / (links.host_gb_per_second * 1e9)
+    # Gradients out and, where they aren't offloaded too, parameters back over PCIe.
+    moved = each.gradient * _gradient_trips(layout) + each.parameter * (layout.offload_parameters == "none")
+    moved *= params / PCIE_BYTES_PER_SECOND
+    # The update reads gradients, reads and writes state, in a memory that the node's ranks share: of AdamW 28 bytes.
+    # torch's own engine has no master copy among its state, as the weights themselves are in fp32.
+    masters = each.parameter if layout.engine == "torch" else 0.0
+    updated = params * (each.gradient + 2 * (each.optimizer + masters))
+    return moved + updated * min(layout.world_size, links.gpus_per_node) / (links.host_memory_gb_per_second * 1e9)

@@ -25,6 +25,7 @@ NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
 
 FUSED_NORMS = ("rms", "rms_wide")
+"""Of `ModelShape.norm`, what the trainer runs as one kernel."""
 
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""

@@ -222,7 +222,7 @@ def vision_language_step(
 
     def beside(computed: float, on_device: float, share: float) -> float:
         """Seconds of the tower's one direction, which takes `on_device`, given what the language model computes."""
-        covered = max(0.0, computed - launch * count * shape.language.layers)
+        covered = max(0.0, computed - launch * count * shape.language.layers / layout.pipeline)
         return max(on_device, launch * count * share * shape.tower.encoder_layers - covered)
 
     backward = beside(time.backward, tower.backward, TOWER_LAUNCHES[1])

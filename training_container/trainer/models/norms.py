@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -29,7 +28,8 @@ FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 def fuse_norms(model: nn.Module) -> None:
     """Has every norm of `model` whose code is that of a known one computed by one kernel."""
     for module in model.modules():
-        if is_written_out(type(module)):
+        weight = getattr(module, "weight", None)
+        if is_written_out(type(module)) and isinstance(weight, torch.Tensor) and weight.dim() == 1:
             fused: Any = _fused
             module.__class__ = fused(type(module))  # as FSDP does it
 
@@ -41,16 +41,19 @@ def is_written_out(kind: type[nn.Module]) -> bool:
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """hidden / root mean square over its last dim, times weight (that dim); both of one type, which the result has."""
-    return F.rms_norm(hidden, weight.shape, weight, epsilon)
+    """hidden / root mean square over its last dim, times weight (that dim); both of one type, which the result has.
+
+    By its inner name: autocast widens what `F.rms_norm` is given on CUDA to float32, as no model's own code does.
+    """
+    result: torch.Tensor = torch.ops.aten._fused_rms_norm(hidden, list(weight.shape), weight, epsilon)[0]
+    return result
 
 
 def _lines(kind: type[nn.Module]) -> list[tuple[Any, ...]] | None:
     """What a class's forward pass does, and what it calls of its own, but for documentation; None: no Python code."""
     found = []
     for name in ("forward", "_norm"):
-        method: Any = getattr(kind, name, None)
-        code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
+        code = getattr(getattr(kind, name, None), "__code__", None)
         if code is not None:
             constants = [each for each in code.co_consts if not isinstance(each, str)]
             found.append((name, code.co_code, code.co_names, code.co_varnames, constants))
@@ -75,4 +78,15 @@ def _fused(kind: type[nn.Module]) -> type[nn.Module]:
                 return rms_norm(in_order, weight, epsilon).transpose(1, 2)
         return rms_norm(hidden_states, weight, epsilon)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    def reduced(self: Any, _: Any) -> Any:
+        return _bare, (kind,), self.__dict__  # by the library's class, which a pickle can name
+
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {"forward": forward, "__reduce_ex__": reduced, **names})
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    fused: Any = _fused
+    own = fused(kind)
+    module: nn.Module = own.__new__(own)
+    return module

@@ -13,14 +13,13 @@ def use_own_cores(optimizer: torch.optim.Optimizer, *, at_least: int) -> None:
     A rank of a GPU job has one thread, or `at_least` (`training.cpu_threads`), and AdamW's 28 bytes a parameter at
     15 GB/s a thread would take longer than the step itself. Sums do not depend on it: the update is elementwise.
     """
-    before: list[int] = []
+    usual = torch.get_num_threads()
 
     def widen(*_: Any) -> None:
-        before.append(torch.get_num_threads())
         torch.set_num_threads(max(at_least, cores_a_rank()))
 
     def narrow(*_: Any) -> None:
-        torch.set_num_threads(before.pop())
+        torch.set_num_threads(usual)
 
     optimizer.register_step_pre_hook(widen)
     optimizer.register_step_post_hook(narrow)
