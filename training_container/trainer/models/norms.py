@@ -30,8 +30,8 @@ def fuse_norms(model: nn.Module) -> None:
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if is_written_out(type(module)) and isinstance(weight, torch.Tensor) and weight.dim() == 1:
-            fused: Any = _fused
-            module.__class__ = fused(type(module))  # as FSDP does it
+            kind: Any = type(module)
+            module.__class__ = _fused(kind)  # as FSDP does it
 
 
 def is_written_out(kind: type[nn.Module]) -> bool:
@@ -61,12 +61,13 @@ def _lines(kind: type[nn.Module]) -> list[tuple[Any, ...]] | None:
 
 
 @functools.cache
-def _fused(kind: type[nn.Module]) -> type[nn.Module]:
+def _fused(kind: Any) -> Any:
     """A class like `kind`, also by its name, which asks torch's kernel."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:  # their name
         weight = self.weight
-        # Of two types (autocast's: a norm of a product's output) their code returns the wider one.
+        # Of two types (autocast's: a norm of a product's output) no kernel takes, and each family's code says which
+        # of them it returns.
         if hidden_states.dtype != weight.dtype or weight.dtype not in FUSED_TYPES:
             return kind.forward(self, hidden_states)
         epsilon = self.eps if hasattr(self, "eps") else self.variance_epsilon
@@ -85,8 +86,6 @@ def _fused(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__reduce_ex__": reduced, **names})
 
 
-def _bare(kind: type[nn.Module]) -> nn.Module:
-    fused: Any = _fused
-    own = fused(kind)
-    module: nn.Module = own.__new__(own)
-    return module
+def _bare(kind: Any) -> Any:
+    fused = _fused(kind)
+    return fused.__new__(fused)

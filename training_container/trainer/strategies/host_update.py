@@ -1,4 +1,4 @@
-"""The update of weights that are offloaded to a GPU's host: by all the cores that a rank has there."""
+"""The update by an optimizer whose state is offloaded to a GPU's host: by all the cores that a rank has there."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def use_own_cores(optimizer: torch.optim.Optimizer, *, at_least: int) -> None:
     """Lets each step of `optimizer` compute with this rank's share of the host's cores, and nothing else.
 
     A rank of a GPU job has one thread, or `at_least` (`training.cpu_threads`), and AdamW's 28 bytes a parameter at
-    15 GB/s a thread would take longer than the step itself. Sums do not depend on it: the update is elementwise.
+    15 GB/s a thread would take longer than the step itself. No sum depends on it: the update is elementwise.
     """
     usual = torch.get_num_threads()
 
