@@ -63,7 +63,7 @@ GUESSES: dict[str, tuple[float, float, float]] = {
 }
 """Constant: (first guess, least, most)."""
 
-NOT_FITTED = ("bandwidth_efficiency", "flash2_ampere", "ampere_kernels_on_hopper")
+NOT_FITTED = ("bandwidth_efficiency", "flash2_ampere")
 """Constants set by hand: trainyard/planner/timing.py says by what."""
 
 MOST_CASES = 20

@@ -1,11 +1,14 @@
 """Which attention runs is chosen, said and refused with a reason; documents by offsets equal documents by a mask."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.models import attention
 from trainer.models.attention import (
@@ -22,7 +25,7 @@ from trainer.models.configuration import configuration_of
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, global_batch, tiny_job
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -251,6 +254,59 @@ def test_varlen_on_gpu_equals_a_mask(family: str) -> None:
         found.append(logits_and_gradient(model))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-3)
+
+
+def test_a_mask_keeps_cudnn_out_of_torchs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by what is switched on while transformers' own function runs; the machine's GPU is a word here."""
+    seen: list[bool] = []
+
+    def noted(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.empty(0), None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", noted)
+    function = AttentionInterface()["sdpa"]
+    mask, bias = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 2, 4, 4)
+    for device in ("cpu", "cuda"):
+        query = SimpleNamespace(device=torch.device(device))
+        function(torch.nn.Identity(), query, query, query, None)
+        function(torch.nn.Identity(), query, query, query, mask)
+        function(torch.nn.Identity(), query, query, query, None, position_bias=bias)
+    assert seen == [True, True, True, True, False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_masked_model_computes_what_transformers_alone_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the choice is narrowed, as on a GPU."""
+    job = job_with("Mistral", asked="sdpa", data={"document_masks": False})
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "kernels_for", lambda *_: nullcontext())
+        expected = logits_and_gradient(model)
+    monkeypatch.setattr(attention, "kernels_for", lambda mask, _: sdpa_kernel(attention._RIGHT_WITH_MASKS))
+    model.zero_grad()
+    found = logits_and_gradient(model)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="cuDNN's fault is Hopper's"
+)
+def test_masked_gradients_are_finite_on_hopper_where_cudnns_are_not() -> None:
+    """pytorch#196678: once the second half fails, cuDNN is mended, and `kernels_for` can let it have masks."""
+    length, size = 704, 64
+    parts = [torch.randn(1, 1, length, size, device="cuda", dtype=torch.bfloat16) * 0.1 for _ in range(3)]
+    parts[0][..., 0], parts[1][..., 0] = 1.0, -120 * size**0.5
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()[None, None]
+    finite = []
+    for ours in (True, False):
+        query, key, value = (part.clone().requires_grad_() for part in parts)
+        with attention.kernels_for(mask, query.device) if ours else sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(query, key, value, attn_mask=mask).sum().backward()
+        assert query.grad is not None
+        finite.append(bool(query.grad.isfinite().all()))
+    assert finite == [True, False]
 
 
 class Operations(TorchDispatchMode):

@@ -9,6 +9,12 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_paged", "adafactor", "muon", "sgd"]
+Masks = Literal["never", "windows", "documents", "always"]
+"""windows: of layers that have one. documents: of packed ones where torch's kernel for them can't take the model."""
+AttentionKernel = Literal["usual", "ampere", "own"]
+"""usual: the engine's of that year. ampere: FlashAttention-2's, of Ampere's instructions, on later parts too. own: of
+the part's own instructions, where it has more (cuDNN's, FlashAttention-3)."""
+
 Library = Literal["", "litgpt", "transformers", "nanotron", "torchtune", "trainyard"]
 """Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known.
 trainyard is our own trainer, whose memory has formulas of its own (`trainer_memory`)."""
@@ -90,8 +96,10 @@ class Layout:
     flash_attention: bool = True
     fp32_softmax: bool = False
     """Attention is written out (eager), and keeps the fp32 result of its softmax too."""
-    hopper_attention: bool = False
-    """Attention's kernels are those written for Hopper (FlashAttention-3), whatever the engine usually has."""
+    attention_kernel: AttentionKernel = "usual"
+    """Whose kernels fused attention has."""
+    masks: Masks = "never"
+    """Where fused attention's kernel reads a mask, and computes what it hides."""
     keeps_gathered: bool = False
     """FSDP's weights, gathered for the forward pass, stay for the backward one."""
     optimizer: Optimizer = "adamw"

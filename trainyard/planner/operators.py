@@ -6,7 +6,14 @@ has the efficiency of its kernel's generation.
 
 from trainyard.hardware import Gpu
 from trainyard.planner.layout import Layout
-from trainyard.planner.time_constants import FLASH_2, FLASH_2_HALF_LENGTH, Constants
+from trainyard.planner.time_constants import (
+    AMPERE_CEILING_TFLOPS,
+    EFFICIENT_SHARE,
+    FLASH_2,
+    FLASH_2_HALF_LENGTH,
+    OWN_INSTRUCTIONS_TFLOPS,
+    Constants,
+)
 
 PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148, "cdna3": 304}
 """Streaming multiprocessors of a generation's large part: a product of fewer tiles leaves some idle."""
@@ -79,26 +86,46 @@ class Operators:
             return device.peak_tflops(precision) * 1e12
         return device.sustained * device.peak_tflops("bf16") * 1e12
 
-    def fused_attention(self, flops: float, head_dim: int, *, is_causal: bool = True) -> float:
-        """Seconds of a fused kernel, `flops` being those of all scores and both of their products."""
-        constants = self.constants
+    def fused_attention(self, flops: float, head_dim: int, *, is_causal: bool = True, efficient: bool = False) -> float:
+        """Seconds of a fused kernel, `flops` being those of all scores and both of their products.
+
+        `efficient`: torch's memory-efficient one. Without `is_causal` all scores are computed, as under a mask.
+        """
+        half_head = self.constants.half_head
         # Tiles on the diagonal are computed whole.
         causal = 0.5 * (1 + min(1.0, TILE / self.layout.sequence_length)) if is_causal else 1.0
-        narrower = (1 + constants.half_head / 128) / (1 + constants.half_head / head_dim)
-        return causal * flops / (self.flash_share() * narrower * self.attention_peak)
+        narrower = (1 + half_head / 128) / (1 + half_head / head_dim)
+        share = EFFICIENT_SHARE * self._ampere_share if efficient else self.flash_share()
+        return causal * flops / (share * narrower * self.attention_peak)
+
+    @property
+    def _ampere_share(self) -> float:
+        """Of the part's peak, what is there for kernels of Ampere's instructions: no more where its products keep up
+        more of their peak than others of its generation do (an H20's)."""
+        peak = self.device.peak_tflops("bf16")
+        return min(1.0, AMPERE_CEILING_TFLOPS.get(self.device.generation, peak) / peak) / max(
+            1.0, self.device.sustained
+        )
 
     def flash_share(self) -> float:
         """Of the peak, what fused attention's forward pass reaches with heads of 128."""
         constants, layout, generation = self.constants, self.layout, self.device.generation
-        is_hopper = generation == "hopper"
-        if generation in ("blackwell", "cdna3"):
-            return constants.flash_blackwell
-        if is_hopper and (layout.hopper_attention or (layout.engine == "megatron" and layout.year >= FLASH_2)):
-            return constants.flash_hopper_native
-        reached = constants.ampere_kernels_on_hopper if is_hopper else 1.0
+        if self._has_own_kernels():
+            return constants.flash_hopper_native if generation == "hopper" else constants.flash_blackwell
         if layout.year < FLASH_2:
-            return reached * constants.flash_ampere
+            return self._ampere_share * constants.flash_ampere
         joins = layout.context > 1 and layout.engine == "torch" and layout.library != "trainyard"
         ring = constants.ring_speed if joins else 1.0
         second = constants.flash2_ampere * layout.sequence_length / (layout.sequence_length + FLASH_2_HALF_LENGTH)
-        return reached * ring * max(constants.flash_ampere, second)
+        return self._ampere_share * ring * max(constants.flash_ampere, second)
+
+    def _has_own_kernels(self) -> bool:
+        """Whether attention runs on kernels of the part's own instructions, where it has more than Ampere's."""
+        layout, generation = self.layout, self.device.generation
+        if generation == "cdna3":
+            return True
+        if layout.attention_kernel == "ampere" or generation not in ("hopper", "blackwell"):
+            return False
+        if generation == "blackwell":
+            return self.device.peak_tflops("bf16") >= OWN_INSTRUCTIONS_TFLOPS
+        return layout.attention_kernel == "own" or (layout.engine == "megatron" and layout.year >= FLASH_2)

@@ -51,7 +51,7 @@ KNOWN_FIELDS = frozenset(
     )
 )
 
-ATTENTIONS = ("flash", "flash_attention_3", "unfused", "eager")
+ATTENTIONS = ("flash", "flash_attention_2", "flash_attention_3", "unfused", "eager")
 """What `attention` may say: fused, with Hopper's own kernels, its matrix kept, and kept in fp32 as well."""
 
 PLACES = ("none", "cpu", "nvme")
@@ -716,7 +716,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "host_exchange": _host_exchange(fields),
         "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
         "flash_attention": attention.startswith("flash"),
-        "hopper_attention": attention == "flash_attention_3",
+        "attention_kernel": {"flash_attention_2": "ampere", "flash_attention_3": "own"}.get(attention, "usual"),
         "loss_chunk_tokens": fields.whole("loss_chunk_tokens", 1) if fields.given("loss_chunk_tokens") else None,
         "fp32_softmax": attention == "eager",
     }

@@ -19,9 +19,10 @@ from trainyard.planner.families import (
     with_positions,
     writes_scores_out,
 )
-from trainyard.planner.layout import Layout, Recompute, ZeroSizes
+from trainyard.planner.layout import AttentionKernel, Layout, Masks, Recompute, ZeroSizes
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.obstacles import separates_documents
 
 BYTE_VOCABULARY = 257
 """The trainer's BYTE_VOCAB_SIZE: without a tokenizer a token is a byte, or a document's end."""
@@ -250,7 +251,8 @@ def layout_of(
         offload_parameters=parallelism.zero.offload_parameters,
         zero_sizes=zero_sizes_of(parallelism),
         flash_attention=not is_eager,
-        hopper_attention=job.model.attention == "flash_attention_3",
+        attention_kernel=_attention_kernel(job, parallelism),
+        masks=_masks(job),
         fp32_softmax=is_eager and model_type_of(job) not in NARROW_SOFTMAX,
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,
@@ -340,6 +342,24 @@ def _is_eager(job: JobSpec) -> bool:
         return writes_scores_out(config_from_source(job.model.source))
     except InputError:
         return False
+
+
+def _attention_kernel(job: JobSpec, parallelism: ParallelismSpec) -> AttentionKernel:
+    """What the trainer's fused attention runs on (`trainer/models/attention.py`): without masks torch takes cuDNN's
+    kernels first, where a part has instructions of its own; packed documents and cut sequences have
+    FlashAttention-2's."""
+    if job.model.attention == "flash_attention_3":
+        return "own"
+    return "ampere" if separates_documents(job) or parallelism.context > 1 else "own"
+
+
+def _masks(job: JobSpec) -> Masks:
+    """Where the trainer's fused attention needs a mask (`trainer/models/attention.py`)."""
+    if job.model.attention == "flash_attention_3":
+        return "never"
+    if separates_documents(job):
+        return "always" if job.model.attention == "sdpa" else "documents"
+    return "windows"
 
 
 def _loss_chunk_tokens(job: JobSpec, parallelism: ParallelismSpec) -> int | None:

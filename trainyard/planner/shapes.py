@@ -372,5 +372,9 @@ class ModelShape:
             return sequence_length
         # A window has no causal half: twice its length, as the caller may halve it.
         window = min(2.0 * self.attention_window, sequence_length)
-        share = self.windowed_layers / self.layers if self.windowed_layers else 0.5
-        return share * window + (1 - share) * sequence_length
+        return self.windowed_share * window + (1 - self.windowed_share) * sequence_length
+
+    @property
+    def windowed_share(self) -> float:
+        """Of the layers, those with a window, where some have one."""
+        return self.windowed_layers / self.layers if self.windowed_layers else 0.5

@@ -21,6 +21,23 @@ on an A100 they come to 0.5 and more of the peak in runs that are nearly all att
 to 0.4 in steps of 8,192."""
 
 
+AMPERE_CEILING_TFLOPS = {"hopper": 494.5, "blackwell": 610.0}
+"""Of a later part's peak, what is there for kernels of Ampere's instructions, which lack the part's own.
+
+They reach half of the share of it on an H100 that they reach of an A100's (fits of either: 0.51 for the first kernels,
+0.5 for the second; alone 328 TFLOP/s to 189, flash-attention's flash2_*_fwd_bwd_benchmark.png), on a B200 0.27 of it
+(346 TFLOP/s to 176, without a mask and with heads of 64, flash-attention#1589). A part that has no more than this has
+all of it for them: an H20 (84 of 148 TFLOP/s, flash-attention#1310), a workstation's Blackwell (343 of 503,
+sglang#36494)."""
+
+OWN_INSTRUCTIONS_TFLOPS = 1000.0
+"""Blackwell parts with less have Ampere's instructions alone (compute capability 12.0)."""
+
+EFFICIENT_SHARE = 0.3
+"""Of an A100's peak, for torch's memory-efficient kernels, which take masks and values of another width than keys (92
+and 98 of 312 TFLOP/s with and without a causal mask, flash2_a100_fwd_bwd_benchmark.png: xformers)."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """What the formulas can't derive. One set for everything, fitted to published runs in log space by sources.
@@ -49,9 +66,6 @@ class Constants:
     flash2_ampere: float = 0.5
     """FlashAttention-2's, of an endless sequence (0.5 to 0.73, ibid.). Set by hand: no source that is fitted has
     sequences long enough."""
-    ampere_kernels_on_hopper: float = 0.5
-    """Of that share of the peak, what kernels written for Ampere reach on Hopper, whose own instructions they don't
-    have. Set by hand, from fits of either generation's share: 0.51 for the first kernels, 0.5 for the second."""
     ring_speed: float = 0.754
     """Of either's speed, what torch's own context parallelism keeps: it joins the results of parts afterwards."""
     flash_hopper_native: float = 0.639

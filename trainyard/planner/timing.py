@@ -399,16 +399,33 @@ class _Rank(Operators):
     def _score_seconds(self) -> float:
         """Attention's own products: causal and fused, or whole and through memory."""
         shape, layout, constants = self.shape, self.layout, self.constants
-        span = shape.mean_span(layout.sequence_length)
-        flops = 4.0 * span * shape.score_dim * self.tokens / layout.tensor
+        each = 4.0 * shape.score_dim * self.tokens / layout.tensor
+        flops = each * shape.mean_span(layout.sequence_length)
         if layout.flash_attention:
-            return self.fused_attention(flops, shape.head_dim)
+            masked, whole = self._masked_share(), each * layout.sequence_length
+            seconds = self.fused_attention(flops if not masked else whole, shape.head_dim, efficient=self._is_efficient)
+            hidden = self.fused_attention(whole, shape.head_dim, is_causal=False, efficient=True)
+            return (1 - masked) * seconds + masked * hidden
         # Tiles of such products are 64 wide.
         flops *= math.ceil(shape.head_dim / 64) * 64 / shape.head_dim
         if layout.unfused:
             return flops / (0.4 * self.attention_peak)  # `Unfused` has what moves
         matrix = self.tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes
         return flops / (0.4 * self.attention_peak) + matrix * constants.attention_matrix_passes / self.bytes_per_second
+
+    def _masked_share(self) -> float:
+        """Of the layers, those whose fused attention reads a mask."""
+        shape, masks = self.shape, self.layout.masks
+        has_windows = 0 < shape.attention_window <= self.layout.sequence_length
+        if masks == "windows":
+            return shape.windowed_share if has_windows else 0.0
+        is_refused = self._is_efficient or shape.attention_dropout
+        return 1.0 if masks == "always" or (masks == "documents" and is_refused) else 0.0
+
+    @property
+    def _is_efficient(self) -> bool:
+        """Latent attention's values are narrower than its keys, which our own trainer's torch has this kernel for."""
+        return self.layout.library == "trainyard" and self.shape.kv_lora_rank > 0
 
     def _mlp(self, width: float) -> _Work:
         """A feed-forward block of that width."""

@@ -190,7 +190,15 @@ class _Traced(Operators):
         return seconds if is_aligned else seconds / self.constants.unaligned_speed
 
     def _attention_seconds(self, each: Mapping[str, Any]) -> float:
-        seconds = self.fused_attention(_attention_flops(each), each["head_dim"], is_causal=each["is_causal"])
+        # Documents are told by no mask in a dry run, which has no positions: where the real run has one, it is known.
+        is_refused = each["is_efficient"] or each["drops"]
+        is_masked = self.layout.masks == "always" or (self.layout.masks == "documents" and is_refused)
+        seconds = self.fused_attention(
+            _attention_flops(each),
+            each["head_dim"],
+            is_causal=each["is_causal"] and not is_masked,
+            efficient=each["is_efficient"] or (each["is_causal"] and is_masked),
+        )
         return seconds * (2.5 if each["phase"] == "backward" else 1.0)
 
 

@@ -32,16 +32,17 @@ def _flash(
 ) -> torch.Tensor:
     """F.scaled_dot_product_attention as a GPU runs it: by a kernel that keeps inputs, output and a number a query.
 
-    A mask doesn't change what is kept. Grouped keys and values stay as they are; autocast narrows all three, as a CPU's
-    does not. Values narrower than keys (latent attention) are not for torch's flash kernel: it takes the other fused
-    one, which keeps as much. Shapes alone are told.
+    Grouped keys and values stay as they are; autocast narrows all three, as a CPU's does not. A mask, and values
+    narrower than keys (latent attention), are not for torch's flash kernel: it takes the other fused one, which keeps
+    as much. Shapes alone are told.
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
     del enable_gqa
     is_causal = is_causal or isinstance(attn_mask, CausalBias)
+    has_mask = attn_mask is not None and not isinstance(attn_mask, CausalBias)
     output: torch.Tensor
-    if value.size(-1) != query.size(-1):
+    if has_mask or value.size(-1) != query.size(-1):
         output = _aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, dropout_p, is_causal, scale=scale
         )[0]

@@ -48,6 +48,10 @@ class Attention:
     head_dim: int
     value_dim: int
     is_causal: bool
+    is_efficient: bool
+    """torch's memory-efficient kernel, not a flash one."""
+    drops: bool
+    """Some scores are dropped."""
 
 
 class Work:
@@ -229,6 +233,8 @@ def _attention(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], p
         head_dim=head_dim,
         value_dim=value.size(-1),
         is_causal=bool(_stated(operation, args, kwargs, "is_causal")),
+        is_efficient="efficient" in name,
+        drops=bool(_stated(operation, args, kwargs, "dropout_p")),
     )
 
 

@@ -5,13 +5,14 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -19,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from trainer.models.configuration import configuration_of, differs_by_layer, size_of
@@ -245,10 +247,44 @@ def _sdpa_kernel(config: PretrainedConfig, *, has_mask: bool, precision: str, de
     dtype = types.get(precision, torch.float32)
     query = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
     mask = torch.ones((1, 1, _PROBED_TOKENS, _PROBED_TOKENS), dtype=torch.bool, device=device) if has_mask else None
-    choice = torch._fused_sdp_choice(query, query, query, attn_mask=mask, dropout_p=0.0, is_causal=mask is None)
+    with kernels_for(mask, device):
+        choice = torch._fused_sdp_choice(query, query, query, attn_mask=mask, dropout_p=0.0, is_causal=mask is None)
     names = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
     names |= {SDPBackend.CUDNN_ATTENTION: "cudnn", SDPBackend.MATH: "math"}
     return {backend.value: name for backend, name in names.items()}.get(choice, "another")
+
+
+_RIGHT_WITH_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def kernels_for(mask: torch.Tensor | None, device: torch.device) -> AbstractContextManager[None]:
+    """Inside, torch's attention on `device` leaves cuDNN's kernels alone if there is a mask.
+
+    torch 2.11 and newer (with cuDNN 9.15.1 or newer) take them first on Hopper and on Blackwell's data-centre parts:
+    right and fast without a mask, but with one their backward pass gives NaN for queries where sequences are 64 tokens
+    longer than a multiple of 128 and a row's scores are far below zero (pytorch#196678, which Qwen 2.5's do:
+    trl#7181), and in windows with heads of 256 (Automodel#3232). tests/trainer/test_attention.py tells, on a GPU, when
+    cuDNN is mended.
+    """
+    return nullcontext() if mask is None or device.type != "cuda" else sdpa_kernel(_RIGHT_WITH_MASKS)
+
+
+def _sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' own, by `kernels_for` what comes as a mask or becomes one."""
+    bias = kwargs.get("position_bias")
+    with kernels_for(bias if attention_mask is None else attention_mask, query.device):
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return output
+
+
+AttentionInterface.register("sdpa", _sdpa)
 
 
 def varlen_flaw(

@@ -26,6 +26,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trainer.collective_names import all_gather_single, reduce_scatter_single
 from trainer.losses.token_loss import IGNORED_LABEL
+from trainer.models.attention import kernels_for
 from trainer.strategies.base import Batch
 
 OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
@@ -185,9 +186,10 @@ class ContextAttention:
         elif attention_mask.dtype == torch.int64:
             output = by_document(query, key, value, attention_mask, dropout, scaling)
         else:
-            output = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-            )
+            with kernels_for(attention_mask, query.device):
+                output = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+                )
         return output.transpose(1, 2).contiguous(), None
 
     def _causal(

@@ -1,0 +1,124 @@
+"""Which kernels fused attention runs on, and how fast these are on each part: held to measurements of kernels alone."""
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from trainyard.hardware import gpu
+from trainyard.planner.communication import EFA, Fabric
+from trainyard.planner.layout import AttentionKernel, Layout
+from trainyard.planner.operators import Operators
+from trainyard.planner.predict import predict
+from trainyard.planner.reading import layout_of_resolved, shape_of
+from trainyard.planner.resolve import resolve
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS
+from trainyard.planner.timing import step_time
+from trainyard.spec.job import JobSpec
+
+LINKS = Fabric(8, 450.0, 50.0, EFA)
+
+ASKED: dict[str, Any] = {
+    **{"model": "qwen3-4b", "gpus": 8, "seq": 65536, "micro_batch": 1, "global_batch": 16, "sharding": "zero3"},
+    **{"recompute": "full", "framework": "PyTorch FSDP2, torch.compile", "framework_version": "2026-01"},
+}
+
+
+def tflops(name: str, kernel: AttentionKernel, length: int = 16384) -> float:
+    """What fused causal attention reaches there with heads of 128, of the scores that a causal mask leaves."""
+    layout = Layout(engine="torch", sequence_length=length, attention_kernel=kernel)
+    return 0.5e12 / Operators(layout, gpu(name), DEFAULT_CONSTANTS).fused_attention(1e12, 128) / 1e12
+
+
+@pytest.mark.parametrize(("slower", "faster", "measured"), [("A100", "H100", 328 / 189), ("A100", "B200", 346 / 176)])
+def test_ampere_instructions_are_as_much_faster_on_later_parts_as_measured(
+    slower: str, faster: str, measured: float
+) -> None:
+    """Of the same kernels, FlashAttention-2's, whose speed alone its authors and others have measured."""
+    assert tflops(faster, "ampere") / tflops(slower, "ampere") == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "measured"), [("H20", 84 / 148), ("RTX PRO 6000", 343 / 503)])
+def test_a_part_with_no_more_than_ampere_instructions_has_all_of_its_peak_for_them(name: str, measured: float) -> None:
+    """An A100 reaches 0.6 of its peak with them alone (187 of 312 TFLOP/s at 2,048 tokens, no mask)."""
+    alone = tflops(name, "ampere") / gpu(name).peak_tflops("bf16")
+    usual = tflops("A100", "ampere") / gpu("A100").peak_tflops("bf16")
+    assert alone / usual == pytest.approx(measured / 0.6, rel=0.25)
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "B200"])
+def test_own_instructions_are_faster_where_a_part_has_them(name: str) -> None:
+    """cuDNN's over FlashAttention-2's on H100: 1.7 to 2.3 times (transformers#48163)."""
+    assert 1.4 < tflops(name, "own") / tflops(name, "ampere") < 4
+
+
+@pytest.mark.parametrize("name", ["A100", "L4", "L40S", "RTX PRO 6000"])
+def test_others_have_no_other(name: str) -> None:
+    assert tflops(name, "own") == tflops(name, "ampere")
+
+
+def test_who_says_flash_attention_2_gets_it_on_every_part() -> None:
+    said: dict[str, dict[str, float]] = {}
+    for name in ("A100", "H100", "B200"):
+        for attention in ("flash", "flash_attention_2"):
+            answer = predict({**ASKED, "gpu": name, "attention": attention})
+            said.setdefault(name, {})[attention] = answer["step_seconds"]
+    assert said["B200"]["flash_attention_2"] > 1.5 * said["B200"]["flash"]
+    assert said["H100"]["flash_attention_2"] == said["H100"]["flash"], "torch's until 2026"
+    assert said["A100"]["flash_attention_2"] == said["A100"]["flash"]
+    megatron = {**ASKED, "gpu": "H100", "framework": "Megatron-LM", "sharding": "zero1", "tp": 8}
+    named = predict({**megatron, "attention": "flash_attention_2"})
+    assert named["step_seconds"] > 1.2 * predict(megatron)["step_seconds"], "Transformer Engine has cuDNN's"
+
+
+def job(model: dict[str, Any], *, documents: bool = False, attention: str = "auto") -> JobSpec:
+    """Of one p5, with sequences long enough for attention to count."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16}
+    sizes |= {"num_key_value_heads": 16, "vocab_size": 32000, "max_position_embeddings": 32768}
+    text = f"""
+name: kernels
+model: {{config: {json.dumps(sizes | model)}, attention: {attention}}}
+data:
+  train: [{{path: train.jsonl, format: jsonl}}]
+  tokenizer: tokenizer
+  sequence_length: 32768
+  document_masks: {documents}
+training: {{steps: 10, learning_rate: 1e-4, global_batch_size: 8, micro_batch_size: 1, activation_checkpointing: none}}
+compute: {{instance_type: p5.48xlarge, instance_count: 1}}
+parallelism: {{engine: torch, data_shard: 8}}
+"""
+    return JobSpec.model_validate(yaml.safe_load(text))
+
+
+def seconds(asked: JobSpec) -> float:
+    shape = shape_of(asked)
+    assert shape is not None
+    return step_time(shape, layout_of_resolved(asked, resolve(asked, world_size=8)), gpu("H100"), LINKS).total
+
+
+LLAMA = {"model_type": "llama"}
+
+
+def test_our_own_jobs_have_cudnn_kernels_without_masks_and_ampere_ones_for_documents() -> None:
+    """As trainer/models/attention.py chooses: torch takes cuDNN's first on Hopper, and packed documents are told by
+    offsets, to FlashAttention-2's."""
+    alone, packed = seconds(job(LLAMA)), seconds(job(LLAMA, documents=True))
+    assert packed > 1.2 * alone
+    assert seconds(job(LLAMA, attention="flash_attention_3")) == alone
+    masked = seconds(job(LLAMA, documents=True, attention="sdpa"))
+    assert masked > 1.5 * packed, "a mask hides scores that are computed all the same"
+
+
+def test_a_window_saves_nothing_where_it_is_a_mask() -> None:
+    windowed = {"model_type": "mistral", "sliding_window": 4096}
+    whole = seconds(job(windowed | {"sliding_window": None}))
+    assert seconds(job(windowed)) > 1.5 * whole
+    by_offsets = seconds(job(windowed, documents=True))
+    assert by_offsets < whole, "torch's kernel for documents has windows of its own"
+    assert seconds(job(windowed, attention="flash_attention_3")) < whole
+
+
+def test_documents_of_a_model_that_drops_scores_take_a_mask() -> None:
+    gpt2 = {"model_type": "gpt2", "n_positions": 32768}
+    assert seconds(job(gpt2, documents=True)) > 1.5 * seconds(job(gpt2 | {"attn_pdrop": 0.0}, documents=True))
