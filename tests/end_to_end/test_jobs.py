@@ -54,6 +54,7 @@ def exact(metrics: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
     return [(row["step"], float(row["loss"]).hex(), float(row["grad_norm"]).hex()) for row in metrics]
 
 
+@pytest.mark.slow
 def test_notice_stop_and_resume_leave_no_trace_in_the_losses(site: Site) -> None:
     """The quickstart's job again: reclaimed with notice, stopped by a person, resumed. The same bits."""
     emulator.reclaim_after(site.info, "acme-disturbed-2", log_pattern=f"^step={RECLAIMED_AFTER} ", notice=True)

@@ -102,6 +102,7 @@ def pushed(account: Account) -> dict[str, list[str]]:
     return {image["imageDigest"]: image.get("imageTags", []) for image in found}
 
 
+@pytest.mark.slow
 def test_the_cdk_publishes_an_image_once_and_a_roll_back_publishes_none(
     platform: Account, published: Publish, environment: EnvironmentSpec, folder: Path, tmp_path: Path
 ) -> None:

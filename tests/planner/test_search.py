@@ -89,6 +89,7 @@ def test_nobody_on_the_front_is_beaten_and_everybody_off_it_is(job: MakeJob) -> 
     assert front_of([]) == []
 
 
+@pytest.mark.slow
 def test_a_verdict_says_how_much_faster_and_dearer_than_the_chosen(job: MakeJob) -> None:
     asked = job(training={"steps": 1000}, data={"sequence_length": 4096})
     found = found_for(asked, max_nodes=8, deadline_hours=24)
@@ -389,6 +390,7 @@ def test_wrong_options_are_one_line(job: MakeJob, options: dict[str, Any], words
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_scaling_falls_and_more_machines_are_faster_together(job: MakeJob) -> None:
     spec = job(model={"source": "llama-2-7b"}, compute={"instance_count": 4})
     for weak in (False, True):

@@ -210,7 +210,10 @@ def _is_refused(config: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "gemma3_text", "mixtral", "deepseek_v3", "mamba"])
+OTHERS = ("gpt2", "gemma3", "gemma3_text", "mixtral", "deepseek_v3", "mamba")
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_no_types_field_is_taken_for_a_slip_in_another_type(family: str) -> None:
     """Nor a name with an underscore proposed, and yet a slip is one."""
     every = {name for other in CONFIG_MAPPING.values() for name in getattr(other, "__dataclass_fields__", ())}

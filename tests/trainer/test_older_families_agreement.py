@@ -42,6 +42,9 @@ def _agreement(
     return agreement(config, layout, attention=attention, activation_checkpointing=recompute)
 
 
+QUICK = sorted(MODELS)[::4]
+
+
 def _moving(found: Any) -> tuple[float, float]:
     """Activations and buffers together, planned and traced: two moments of a step are often as dear."""
     planned, traced = (side["activations"] + side["buffers"] for side in (found.planned, found.traced))
@@ -52,7 +55,7 @@ def test_every_family_is_tried() -> None:
     assert {name.partition("-")[0] for name in MODELS} == set(OLDER_READERS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in MODELS])
 def test_closed_form_and_trace_agree(name: str) -> None:
     found = _agreement(name)
     assert found.static is not None and abs(found.static) < STATIC

@@ -94,7 +94,11 @@ def requests_of(world_size: int, folder: Path, saved: Saved) -> dict[tuple[str, 
     return requests
 
 
-@pytest.fixture(scope="module", params=[SAVED_BY_FOUR, pytest.param(SAVED, marks=pytest.mark.full)], ids=["4", "8"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(SAVED_BY_FOUR, marks=pytest.mark.slow), pytest.param(SAVED, marks=pytest.mark.full)],
+    ids=["4", "8"],
+)
 def saved(request: pytest.FixtureRequest) -> Saved:
     """What is saved on its way, by number of ranks."""
     chosen: Saved = request.param

@@ -14,7 +14,7 @@ STEPS, CHECKPOINT, KILLED_AT = 24, 4, 10
 """A save is begun when the one before is committed: in step 10, with one every 4 steps, one is."""
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero2"))])
 def test_kill_9_and_resume_equal_the_uninterrupted_run(layout: str, tmp_path: Path) -> None:
     job = write_job(tmp_path, layout, steps=STEPS, validation_every_steps=3)
     _, whole = run_trainer(2, job, tmp_path / "whole")

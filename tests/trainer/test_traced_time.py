@@ -35,6 +35,9 @@ WIDE = {**FEW, "num_hidden_layers": 4, "intermediate_size": 6144}
 LINKS = fabric(gpu("H100"), 8, 400, EFA)
 
 
+FURTHER = ("qwen3", "olmo", "phi", "gpt_neox", "starcoder2", "gemma2")
+
+
 def wide_job(model_type: str, layout: dict[str, int], adapter: str | None = None, **training: Any) -> JobSpec:
     """Four layers, four sequences of 2,048 tokens a micro-batch."""
     cases, model = dry_run_cases(), {"model_type": model_type, **WIDE}
@@ -59,7 +62,7 @@ def seconds(job: JobSpec, world_size: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "qwen3", "gemma3_text", "olmo", "phi", "gpt_neox", "starcoder2", "gemma2"],
+    ["llama", "gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)],
 )
 def test_formulas_and_trace_agree_on_a_steps_time(model_type: str) -> None:
     """Of norms of all kinds, gates or none, rotated or not, and attention that is written out (Gemma 2)."""
@@ -82,8 +85,10 @@ def test_so_they_do_for_further_families(model_type: str) -> None:
         ({"data_shard": 8}, "lora", {}),
         ({"data_shard": 8}, "qlora", {}),
         ({"data_replicate": 8}, None, {"global_batch_size": 32}),
-        ({"data_shard": 4, "tensor": 2}, None, {"global_batch_size": 64}),
-        ({"data_shard": 2, "tensor": 2, "pipeline": 2}, None, {"global_batch_size": 32}),
+        pytest.param({"data_shard": 4, "tensor": 2}, None, {"global_batch_size": 64}, marks=pytest.mark.slow),
+        pytest.param(
+            {"data_shard": 2, "tensor": 2, "pipeline": 2}, None, {"global_batch_size": 32}, marks=pytest.mark.slow
+        ),
     ],
     ids=["full", "selective", "lora", "qlora", "ddp", "tensor", "pipeline"],
 )
