@@ -10,6 +10,7 @@ from trainyard.hardware import gpu
 from trainyard.planner.communication import EFA, Fabric
 from trainyard.planner.layout import AttentionKernel, Layout
 from trainyard.planner.operators import Operators
+from trainyard.planner.plan import plan
 from trainyard.planner.predict import predict
 from trainyard.planner.reading import layout_of_resolved, shape_of
 from trainyard.planner.resolve import resolve
@@ -122,3 +123,21 @@ def test_a_window_saves_nothing_where_it_is_a_mask() -> None:
 def test_documents_of_a_model_that_drops_scores_take_a_mask() -> None:
     gpt2 = {"model_type": "gpt2", "n_positions": 32768}
     assert seconds(job(gpt2, documents=True)) > 1.5 * seconds(job(gpt2 | {"attn_pdrop": 0.0}, documents=True))
+
+
+def notes(asked: JobSpec) -> list[str]:
+    return [note for note in plan(asked).notes if "flash_attention_3" in note]
+
+
+def test_a_plan_says_what_hoppers_own_kernels_would_gain_where_a_job_may_have_them() -> None:
+    """Documents are told by offsets, to Ampere's kernels; FlashAttention-3 keeps them apart in one sequence alone."""
+    (note,) = notes(job(LLAMA, documents=True))
+    assert note.startswith("model.attention: flash_attention_3 is estimated") and "% faster" in note
+    said = int(note.split("estimated ")[1].split("%")[0]) / 100
+    before, after = seconds(job(LLAMA, documents=True)), seconds(job(LLAMA, attention="flash_attention_3"))
+    assert said == pytest.approx(1 - after / before, abs=0.01)
+    assert notes(job(LLAMA)) == [], "cuDNN's are there"
+    two = job(LLAMA, documents=True)
+    wider = two.training.model_copy(update={"micro_batch_size": 2, "global_batch_size": 16})
+    assert notes(two.model_copy(update={"training": wider})) == [], "two sequences a micro-batch are refused"
+    assert notes(job({"model_type": "gemma2"}, documents=True)) == [], "its attention is written out"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from trainyard.hardware import DEFAULT_REGION, PriceBook
-from trainyard.planner.compiling import gain_of_compiling
 from trainyard.planner.configurations import DATA, chosen_verdict, configuration, verdict_of
 from trainyard.planner.formulas import Formulas, formulas_of
+from trainyard.planner.gains import gain_of_compiling, gain_of_flash_attention_3
 from trainyard.planner.goodput import RECOVERY_OBJECTIVE_SECONDS, SPOT_HOURS_BETWEEN_RECLAIMS
 from trainyard.planner.layout import Layout
 from trainyard.planner.loading import loading_of
@@ -96,7 +96,7 @@ def plan(
             *formulas.notes,
             *_notes_of_storage(job, cost, region, book),
             *_notes(job, steps, machines, configurations, chosen, checkpoint),
-            *_note_of_compiling(job, chosen, machines, formulas),
+            *_notes_of_gains(job, chosen, machines, formulas),
         ),
     )
 
@@ -188,7 +188,7 @@ def _notes(
     return notes
 
 
-def _note_of_compiling(job: JobSpec, chosen: Configuration, machines: Machines, formulas: Formulas) -> list[str]:
+def _notes_of_gains(job: JobSpec, chosen: Configuration, machines: Machines, formulas: Formulas) -> list[str]:
     layout = layout_of(
         job,
         chosen.parallelism,
@@ -196,10 +196,17 @@ def _note_of_compiling(job: JobSpec, chosen: Configuration, machines: Machines, 
         num_micro_batches=chosen.gradient_accumulation_steps,
         recompute=chosen.activation_checkpointing,
     )
-    gain = gain_of_compiling(job, chosen, layout, machines, formulas)
-    if gain is None or gain < NOTEWORTHY_GAIN:
-        return []
-    return [f"training.compile: true is estimated {gain:.0%} faster: fewer passes through memory beside the products"]
+    asked = (job, chosen, layout, machines, formulas)
+    compiling, attention = gain_of_compiling(*asked), gain_of_flash_attention_3(*asked)
+    told = (
+        (compiling, "training.compile: true", "fewer passes through memory beside the products"),
+        (attention, "model.attention: flash_attention_3", "Hopper's own instructions, where the image has its package"),
+    )
+    return [
+        f"{what} is estimated {gain:.0%} faster: {why}"
+        for gain, what, why in told
+        if gain is not None and gain >= NOTEWORTHY_GAIN
+    ]
 
 
 def _notes_of_deepspeed(parallelism: ParallelismSpec) -> list[str]:
