@@ -97,6 +97,32 @@ def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | N
     assert reckoned == pytest.approx(counted, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "masked", "plain"),
+    [
+        ("mistral", {"sliding_window": 1024}, {"sliding_window": None}),
+        (
+            "gpt2",
+            {"attn_pdrop": 0.1},
+            {"attn_pdrop": 0.0},
+        ),  # whose packed documents take a mask where scores are dropped
+    ],
+)
+def test_masked_attention_takes_as_much_longer_by_the_trace(
+    model_type: str, masked: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    found = []
+    for stated in (masked, plain):
+        job = wide_job(model_type, {"data_shard": 8}, micro_batch_size=1, global_batch_size=8)
+        assert job.model.config is not None
+        model = job.model.model_copy(update={"config": job.model.config | stated | {"max_position_embeddings": 8192}})
+        data = job.data.model_copy(update={"sequence_length": 8192, "document_masks": model_type == "gpt2"})
+        found.append(seconds(job.model_copy(update={"model": model, "data": data}), 8))
+    reckoned, counted = (masks - without for masks, without in zip(*found, strict=True))
+    assert reckoned > 0.3 * found[1][0]
+    assert counted == pytest.approx(reckoned, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False])
 def test_an_images_tower_takes_what_its_trace_says(frozen: bool) -> None:

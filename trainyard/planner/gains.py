@@ -36,7 +36,7 @@ def gain_of_flash_attention_3(
     machine = machines.instance
     if machine is None or machine.gpu is None or machine.gpu.generation != "hopper":
         return None
-    if job.model.attention not in ("auto", "sdpa", "varlen") or not layout.flash_attention:
+    if job.model.attention not in ("auto", "sdpa", "varlen"):
         return None
     own = dataclasses.replace(layout, attention_kernel="own", masks="never")
     return _gain(job, chosen, {"model": {"attention": "flash_attention_3"}}, (layout, own), machines, formulas)
