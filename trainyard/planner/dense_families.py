@@ -123,6 +123,7 @@ def _glm(config: Config) -> ModelShape:
         qkv_bias=bool(config.get("attention_bias", True)),
         norms_per_layer=4 if config.get("model_type") == "glm4" else 2,
         copies_attention=True,
+        keeps_activated_gate=True,
     )
 
 
@@ -238,6 +239,7 @@ def _seed_oss(config: Config) -> ModelShape:
         output_bias=bool(config.get("attention_out_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         dropout=bool(config.get("residual_dropout", 0.1)),
+        keeps_activated_gate=True,
     )
 
 

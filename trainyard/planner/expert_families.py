@@ -167,7 +167,8 @@ def _granitemoe(config: Config) -> ModelShape:
 
 def _granitemoeshared(config: Config) -> ModelShape:
     """Granite's experts and one that every token passes; of width 0, as by default, it isn't made."""
-    return replace(_granitemoe(config), shared_ffn=number(config, 0, "shared_intermediate_size"))
+    shared = number(config, 0, "shared_intermediate_size")
+    return replace(_granitemoe(config), shared_ffn=shared, keeps_activated_gate=True)
 
 
 PHIMOE_DEFAULTS = {
@@ -435,6 +436,7 @@ def _llama4(config: Config) -> ModelShape:
         **four_biases(config),
         **_chunks(config, layers),
         normalizes_scores=bool(config.get("use_qk_norm", True)),
+        keeps_activated_gate=True,
         # The model calls its base by another name than it has: the trainer finds no head that a loss could be in.
         logits="scaled",
         experts=experts,

@@ -198,7 +198,9 @@ def _phi3(config: Config) -> ModelShape:
     sizes = common_sizes(config, defaults)
     seen = windows(window_of(config), sizes["layers"])
     dropout = bool(config.get("resid_pdrop", 0.0))
-    return ModelShape(**sizes, **seen, fused_qkv=True, copies_attention=True, dropout=dropout)
+    return ModelShape(
+        **sizes, **seen, fused_qkv=True, copies_attention=True, keeps_activated_gate=True, dropout=dropout
+    )
 
 
 def _gpt_neox(config: Config) -> ModelShape:

@@ -71,6 +71,8 @@ class ModelShape:
     """Queries, keys and values are cut where they are too large, which keeps what they were."""
     parallel_residual: bool = False
     """Attention and feed-forward block read the same residual."""
+    keeps_activated_gate: bool = False
+    """A gated block's code is not Llama's, of which our own trainer makes the activated gate again."""
     activation_tensors: int = 1
     """Of a block that is not gated, what its activation function keeps beside its result: one, more where it is written
     out, none where the result itself says enough (ReLU)."""

@@ -340,7 +340,7 @@ class TrainerLayers:
     def mlp_bytes(self) -> float:
         """The feed-forward block, the mean over layers; routed experts by the tokens that they get."""
         shape = self.shape
-        dense = self._block_bytes(shape.ffn) * shape.num_mlps
+        dense = self._block_bytes(shape.ffn, is_thin=self.has_thin_gates) * shape.num_mlps
         routed = self.routed_bytes * shape.moe_layers if shape.moe_layers else 0.0
         return (dense + routed) / shape.layers + self.hidden * shape.dropout
 
@@ -368,7 +368,7 @@ class TrainerLayers:
     @property
     def shared_bytes(self) -> float:
         """One layer's shared expert."""
-        return self._block_bytes(self.shape.shared_ffn) if self.shape.shared_ffn else 0.0
+        return self._block_bytes(self.shape.shared_ffn, is_thin=self.has_thin_gates) if self.shape.shared_ffn else 0.0
 
     @property
     def _router_bytes(self) -> float:
@@ -403,9 +403,16 @@ class TrainerLayers:
         shape = self.shape
         return (shape.ffn * shape.num_mlps + shape.shared_ffn * shape.moe_layers) / shape.layers
 
-    def _block_bytes(self, width: int) -> float:
-        """Gated: gate, up, activated gate and product. Else what the activation function keeps, and its output."""
-        tensors = float(self.shape.activation_tensors + 2 * self.shape.gated_mlp)
+    @property
+    def has_thin_gates(self) -> bool:
+        """Feed-forward blocks, but for routed experts, make their activated gate again
+        (`training_container/trainer/models/gates.py`)."""
+        return self.shape.gated_mlp and self.layout.unfused and not self.shape.keeps_activated_gate
+
+    def _block_bytes(self, width: int, *, is_thin: bool = False) -> float:
+        """Gated: gate, up, activated gate (not in a thin one) and product. Else what the activation function keeps, and
+        its output."""
+        tensors = float(self.shape.activation_tensors + 2 * self.shape.gated_mlp - is_thin)
         # The result, for the next product's weight; or for the activation's own gradient.
         tensors += not self.is_frozen or self._adapts(MLP_OUTPUTS) or tensors == 0
         return self.tokens * self.element * width * tensors / self.layout.tensor

@@ -300,7 +300,8 @@ class _Step:
 
     def _block_tensors(self) -> int:
         """Gradients as wide as the feed-forward block, at their most."""
-        return 3 if self._shape.gated_mlp or self._shape.activation_tensors > 1 else 2
+        made_again = self._layers.has_thin_gates
+        return 3 + made_again if self._shape.gated_mlp or self._shape.activation_tensors > 1 else 2
 
     def _norm_bytes(self) -> float:
         return 2 * self._layers.residual_element if self._layers.norm == "layer" else NORM_BACKWARD_BYTES

@@ -35,6 +35,9 @@ RESIDUAL_BYTES = 6.0
 GATED_BYTES = (10.0, 18.0)
 """Of an element of a gated block: the activation function and the product with the other half."""
 
+ACTIVATED_BYTES = 4.0
+"""More where the activated gate is made again."""
+
 ACTIVATION_BYTES = {0: (4.0, 6.0), 1: (4.0, 6.0), 4: (38.0, 64.0)}
 """`ModelShape.activation_tensors` -> of an element of another block: one kernel, or GELU written out as eight."""
 
@@ -94,6 +97,8 @@ class Unfused:
         each = GATED_BYTES if shape.gated_mlp else ACTIVATION_BYTES.get(shape.activation_tensors, (16.0, 24.0))
         forward += each[0] * inner
         backward += each[1] * inner + RESIDUAL_BYTES * self._hidden * shape.gated_mlp
+        if self._is_ours and self._layers.has_thin_gates:
+            backward += ACTIVATED_BYTES * inner
         return self._with_ends(forward, backward)
 
     def loss(self, num_logits: float) -> float:

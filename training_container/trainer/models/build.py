@@ -18,6 +18,7 @@ from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
 from trainer.models.configuration import configuration_in, size_of, states_positions
 from trainer.models.deferred_weights import defer, fill, outline, source_of
+from trainer.models.gates import thin_gates
 from trainer.models.grouped_products import narrow_grouped_products
 from trainer.models.norms import fuse_norms
 from trainer.models.quantized import quantize_blocks
@@ -45,6 +46,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     _check_fits(job, model, vocab_size)
     attach(model)
     fuse_norms(model)
+    thin_gates(model)
     rotary.settle(model, job.spec.data.sequence_length)
     if job.spec.training.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most

@@ -18,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from trainer.models.known_code import class_like, is_known
+
 KNOWN = (LlamaRMSNorm, Olmo2RMSNorm, HeliumRMSNorm, Llama4TextRMSNorm)
 """Whose forward passes are torch's RMS norm: those of all families that are planned for, but for Gemma's kind."""
 
@@ -36,8 +38,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 def is_written_out(kind: type[nn.Module]) -> bool:
     """Whether a class's forward pass is a known one's, by its bytecode: of other code nothing is assumed."""
-    lines = _lines(kind)
-    return lines is not None and lines in [_lines(known) for known in KNOWN]
+    return is_known(kind, KNOWN)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -47,17 +48,6 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     """
     result: torch.Tensor = torch.ops.aten._fused_rms_norm(hidden, list(weight.shape), weight, epsilon)[0]
     return result
-
-
-def _lines(kind: type[nn.Module]) -> list[tuple[Any, ...]] | None:
-    """What a class's forward pass does, and what it calls of its own, but for documentation; None: no Python code."""
-    found = []
-    for name in ("forward", "_norm"):
-        code = getattr(getattr(kind, name, None), "__code__", None)
-        if code is not None:
-            constants = [each for each in code.co_consts if not isinstance(each, str)]
-            found.append((name, code.co_code, code.co_names, code.co_varnames, constants))
-    return found or None
 
 
 @functools.cache
@@ -79,13 +69,4 @@ def _fused(kind: Any) -> Any:
                 return rms_norm(in_order, weight, epsilon).transpose(1, 2)
         return rms_norm(hidden_states, weight, epsilon)
 
-    def reduced(self: Any, _: Any) -> Any:
-        return _bare, (kind,), self.__dict__  # by the library's class, which a pickle can name
-
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {"forward": forward, "__reduce_ex__": reduced, **names})
-
-
-def _bare(kind: Any) -> Any:
-    fused = _fused(kind)
-    return fused.__new__(fused)
+    return class_like(kind, forward, _fused)

@@ -14,6 +14,7 @@ from trainer.data.build import sources_by_name
 from trainer.models import rotary
 from trainer.models.configuration import configuration_in
 from trainer.models.deferred_weights import defer, outline, source_of
+from trainer.models.gates import thin_gates
 from trainer.models.norms import fuse_norms
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
@@ -102,6 +103,7 @@ def outlined(
 def finished(model: PreTrainedModel, job: ResolvedJob) -> PreTrainedModel:
     """`model`, its parameters an outline in the types that they are trained in."""
     fuse_norms(model)
+    thin_gates(model)
     rotary.settle(model, job.spec.data.sequence_length)
     if source_of(model) is None:
         defer(model)
