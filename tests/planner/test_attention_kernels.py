@@ -141,3 +141,13 @@ def test_a_plan_says_what_hoppers_own_kernels_would_gain_where_a_job_may_have_th
     wider = two.training.model_copy(update={"micro_batch_size": 2, "global_batch_size": 16})
     assert notes(two.model_copy(update={"training": wider})) == [], "two sequences a micro-batch are refused"
     assert notes(job({"model_type": "gemma2"}, documents=True)) == [], "its attention is written out"
+
+
+def test_torchs_own_attention_is_cudnns_on_hopper_from_its_release_of_march_2026_on() -> None:
+    def step(version: str, name: str = "H100", attention: str = "flash") -> float:
+        asked = {**ASKED, "gpu": name, "framework_version": version, "attention": attention}
+        return float(predict(asked)["step_seconds"])
+
+    assert step("2026-02") > 1.3 * step("2026-04")
+    assert step("2026-04", attention="flash_attention_2") > 1.3 * step("2026-04")
+    assert step("2026-02", "A100") == pytest.approx(step("2026-04", "A100"), rel=1e-6)

@@ -167,3 +167,15 @@ def test_systems_that_no_fitted_source_measured_have_a_wider_interval() -> None:
     assert time_spread(shape, layout, device) == SPREAD_DENSE
     for changes in ({"library": "trainyard"}, {"engine": "deepspeed"}, {"engine": "plain", "library": "transformers"}):
         assert time_spread(shape, dataclasses.replace(layout, **changes), device) == SPREAD_UNMEASURED  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("framework", "stage"),
+    [("NeMo", 1), ("Megatron-Core (Megatron-Bridge)", 1), ("Megatron-LM", 0), ("NeMo Automodel", 3)],
+)
+def test_recipes_have_the_distributed_optimizer_where_nobody_says_otherwise(framework: str, stage: int) -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 8, "framework": framework, "framework_version": "2026-02"}
+    asked |= {"pp": 2} if stage < 3 else {}
+    assert understand(asked).layout.zero_stage == stage
+    assert understand(asked | {"sharding": "none"}).layout.zero_stage == 0
+    assert understand(asked | {"method": "lora"}).layout.zero_stage in (0, 3)

@@ -55,6 +55,7 @@ def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
         (1, "today, the second pages"),
         (2, "today, the third pages"),
         (3, "today, the fourth pages"),
+        (4, "today, the fifth pages"),
     ],
 )
 def test_the_page_prints_todays_scores(which: int, label: str) -> None:

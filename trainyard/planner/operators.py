@@ -12,6 +12,7 @@ from trainyard.planner.time_constants import (
     FLASH_2,
     FLASH_2_HALF_LENGTH,
     OWN_INSTRUCTIONS_TFLOPS,
+    TORCH_TAKES_CUDNN,
     Constants,
 )
 
@@ -127,4 +128,5 @@ class Operators:
             return False
         if generation == "blackwell":
             return self.device.peak_tflops("bf16") >= OWN_INSTRUCTIONS_TFLOPS
-        return layout.attention_kernel == "own" or (layout.engine == "megatron" and layout.year >= FLASH_2)
+        since = FLASH_2 if layout.engine == "megatron" else TORCH_TAKES_CUDNN
+        return layout.attention_kernel == "own" or layout.year >= since

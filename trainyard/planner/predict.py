@@ -661,6 +661,9 @@ def _flash(fields: _Fields) -> bool:
     return not (year or "megatron-deepspeed" in text)
 
 
+RECIPES = ("nemo", "bridge")
+"""Words of frameworks whose recipes all have Megatron's distributed optimizer."""
+
 OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
 """Words of a framework that says transformers, whose norms, rotations or losses are kernels of their own."""
 
@@ -763,6 +766,8 @@ def _layout(
     split = ranks > 1 and degrees["tp"] * degrees["pp"] == 1
     sharding = method == "full" and engine == "torch" and shape.params > 1.5e9
     usual = "zero3" if split and (sharding or kernels["library"] == "litgpt") else "none"
+    if ranks > 1 and method == "full" and engine == "megatron" and any(word in _words(fields) for word in RECIPES):
+        usual = "zero1"
     stage = SHARDING[fields.choice("sharding", usual, SHARDING)]
     replicas = fields.whole("data_replicate", 1)
     if ranks % replicas:

@@ -15,6 +15,9 @@ overlap both (`--overlap-grad-reduce`, `--overlap-param-gather`)."""
 FLASH_2 = 2024.0
 """FlashAttention-2's kernels came in July 2023; torch's own attention has them since 2.2, of January 2024."""
 
+TORCH_TAKES_CUDNN = 2026.2
+"""torch's own attention has cuDNN's kernels on Hopper since 2.11, of March 2026 (`check_prefer_cudnn_attention`)."""
+
 FLASH_2_HALF_LENGTH = 1500.0
 """Tokens of a sequence at which they reach half of their speed, which is never below the first kernels'. Set by hand:
 on an A100 they come to 0.5 and more of the peak in runs that are nearly all attention (of 64,000 tokens and more), and
