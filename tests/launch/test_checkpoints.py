@@ -382,6 +382,15 @@ def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
 
 
+def test_a_step_that_lies_under_anothers_name_is_broken(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 10), tmp_path / "checkpoints/step-00000020")
+    marker = save(tmp_path, 30) / "COMMITTED"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"step": 10}))
+    found = checkpoints.list_checkpoints(str(tmp_path), None)
+    assert [one.problem for one in found] == ["", "its manifest is of step 10", "its marker is of step 10"]
+    assert checkpoints.chosen(str(tmp_path), None, None).step == 10
+
+
 def test_a_manifest_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> None:
     """Its names would be written to outside of the target."""
     folder = save(tmp_path / "a", 10)

@@ -123,6 +123,16 @@ def step_names(destination: str) -> set[str]:
 # ---------------------------------------------------------------- the good way
 
 
+def test_what_a_hosts_disk_has_under_another_steps_name_is_not_that_step(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "destination"), tmp_path, local_tier=tmp_path / "disk")
+    job.save(10)
+    (kept,) = (tmp_path / "disk").glob("*/checkpoints/step-00000010")
+    shutil.copytree(kept, kept.with_name("step-00000020"))
+    resumed = Job(str(tmp_path / "destination"), tmp_path, local_tier=tmp_path / "disk")
+    assert resumed.newest() == 10
+    assert resumed.said[0].startswith("checkpoint step=20 on the hosts' disks skipped: its manifest is of step 10;")
+
+
 def test_what_was_saved_comes_back(destination: str, tmp_path: Path) -> None:
     job = Job(destination, tmp_path)
     job.save(5, 10)
@@ -341,6 +351,18 @@ def _removed(name: str) -> Callable[[str], None]:
     return lambda destination: open_destination(destination).delete([f"checkpoints/step-00000020/{name}"])
 
 
+def _taken_from_before(*names: str) -> Callable[[str], None]:
+    """As by a `cp -r` from one step's folder to another's."""
+
+    def alter(destination: str) -> None:
+        there = open_destination(destination)
+        for path in there.sizes("checkpoints/step-00000010"):
+            if not names or path.endswith(names):
+                there.put_bytes(path.replace("10/", "20/"), there.get_bytes(path))
+
+    return alter
+
+
 def _flip(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
@@ -356,6 +378,9 @@ DAMAGES = {
     "missing manifest": (_removed("manifest.json"), "manifest.json is missing"),
     "torn manifest": (_altered(lambda content: content[:50], "manifest.json"), "is not the one that was committed"),
     "swapped manifest": (_altered(lambda content: content.replace(b"20", b"21"), "manifest.json"), "is not the one"),
+    "another step's": (_taken_from_before(), "its manifest is of step 10;"),
+    "another step's promise": (_taken_from_before("manifest.json", "COMMITTED"), "its manifest is of step 10;"),
+    "another step's marker": (_altered(lambda content: content.replace(b" 20", b" 10"), "COMMITTED"), "its marker is"),
 }
 
 

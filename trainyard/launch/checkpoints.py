@@ -13,7 +13,7 @@ from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
-from trainyard.spec.checkpoint_names import file_name
+from trainyard.spec.checkpoint_names import file_name, other_step
 from trainyard.spec.retention import Retention
 
 _MARKER = "COMMITTED"
@@ -105,7 +105,7 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
     if not seen.committed:
         return seen
     try:
-        manifest, digest = _manifest(files, folder)
+        manifest, digest = _manifest(files, step)
         shards = tuple((file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
         extra = dict(manifest["extra"])
         world_size = int(manifest["world_size"])
@@ -163,8 +163,9 @@ class _GoneError(Exception):
     """A marker that was listed and is no longer there: a promise is taken back before what it promises goes."""
 
 
-def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
-    """The manifest, and its SHA-256, which is the committed one."""
+def _manifest(files: Files, step: int) -> tuple[dict[str, Any], str]:
+    """The step's manifest, and its SHA-256, which is the committed one."""
+    folder = _step_folder(step)
     content, marker = files.read(f"{folder}/{_MANIFEST}"), files.read(f"{folder}/{_MARKER}")
     if marker is None:
         raise _GoneError(_REMOVED)
@@ -173,7 +174,7 @@ def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
     try:
         said = json.loads(marker)
         # While a resume completes a manifest, the one before it is as good.
-        promised = (said["manifest_sha256"], said.get("replaced_sha256"))
+        promised, marked = (said["manifest_sha256"], said.get("replaced_sha256")), said.get("step")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _ManifestError(f"{_MARKER} is torn") from None
     digest = hashlib.sha256(content).hexdigest()
@@ -182,6 +183,8 @@ def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
     manifest: dict[str, Any] = json.loads(content)
     if int(manifest["version"]) > _MANIFEST_VERSION:
         raise _ManifestError(f"{_MANIFEST} has version {manifest['version']}, this trainyard reads {_MANIFEST_VERSION}")
+    if (problem := other_step(step, manifest=int(manifest["step"]), marker=marked)) is not None:
+        raise _ManifestError(problem)
     return manifest, digest
 
 

@@ -17,8 +17,8 @@ from trainer.checkpoint.manifest import (
     Manifest,
     ManifestError,
     ShardFile,
-    check_marker,
     commit_marker,
+    committed_manifest,
     parse_manifest,
     step_folder,
     step_of,
@@ -116,8 +116,7 @@ class Delivery:
             self._retry("reading", partial(self._destination.get_bytes, f"{folder}/{name}"))
             for name in (COMMITTED, MANIFEST)
         )
-        check_marker(marker, content)
-        completed = parse_manifest(content).completed(more).to_bytes()
+        completed = committed_manifest(step, content, marker).completed(more).to_bytes()
         marker = commit_marker(step, completed, replaced=content)
         self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
         self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", completed))

@@ -28,8 +28,8 @@ from trainer.checkpoint.manifest import (
     ManifestError,
     NewerFormatError,
     ShardFile,
-    check_marker,
     commit_marker,
+    committed_manifest,
     difference,
     parse_manifest,
     step_folder,
@@ -216,8 +216,7 @@ class LocalTier:
         try:
             folder = step_folder(step)
             content = self._files.get_bytes(f"{folder}/{MANIFEST}")
-            check_marker(self._files.get_bytes(f"{folder}/{COMMITTED}"), content)
-            manifest = parse_manifest(content)
+            manifest = committed_manifest(step, content, self._files.get_bytes(f"{folder}/{COMMITTED}"))
         except MissingFileError:
             return _Held(None, frozenset(), None)
         except NewerFormatError as error:

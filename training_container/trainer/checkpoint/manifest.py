@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError
-from trainyard.spec.checkpoint_names import file_name
+from trainyard.spec.checkpoint_names import file_name, other_step
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
@@ -132,15 +132,22 @@ def commit_marker(step: int, manifest: bytes, *, replaced: bytes | None = None) 
     return (json.dumps(content) + "\n").encode()
 
 
-def check_marker(marker: bytes, manifest: bytes) -> None:
-    """ManifestError unless `marker` belongs to `manifest`."""
+def committed_manifest(step: int, content: bytes, marker: bytes) -> Manifest:
+    """The manifest in `content`, of the folder of `step`, if `marker` belongs to it.
+
+    ManifestError where it doesn't, or either is of another step, or none; NewerFormatError as of parse_manifest.
+    """
     try:
-        content = json.loads(marker)
-        promised = (content["manifest_sha256"], content.get("replaced_sha256"))
+        said = json.loads(marker)
+        promised, marked = (said["manifest_sha256"], said.get("replaced_sha256")), said.get("step")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ManifestError(f"{COMMITTED} is torn") from None
-    if hashlib.sha256(manifest).hexdigest() not in promised:
+    if hashlib.sha256(content).hexdigest() not in promised:
         raise ManifestError(f"{MANIFEST} is not the one that was committed (SHA-256 differs)")
+    manifest = parse_manifest(content)
+    if (problem := other_step(step, manifest=manifest.step, marker=marked)) is not None:
+        raise ManifestError(problem)
+    return manifest
 
 
 def step_folder(step: int) -> str:

@@ -33,9 +33,8 @@ from trainer.checkpoint.manifest import (
     ManifestError,
     NewerFormatError,
     ShardFile,
-    check_marker,
+    committed_manifest,
     difference,
-    parse_manifest,
     step_folder,
     step_of,
 )
@@ -267,8 +266,7 @@ class Restorer:
         try:
             # In this order: a job that completes its manifest meanwhile writes a marker for both before it.
             content, marker = (self._read(f"{folder}/{name}") for name in (MANIFEST, COMMITTED))
-            check_marker(marker, content)
-            manifest = parse_manifest(content)
+            manifest = committed_manifest(step, content, marker)
         except MissingFileError:
             return Candidate(step, None, f"{MANIFEST} is missing")
         except NewerFormatError as error:
