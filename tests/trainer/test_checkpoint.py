@@ -846,6 +846,53 @@ def test_a_step_that_was_moved_and_linked_is_resumed_and_what_lies_elsewhere_is_
     assert Job(str(shared), tmp_path).newest() == 30
 
 
+def test_checkpoints_behind_a_link_to_what_is_not_there_never_mean_starting_anew(tmp_path: Path) -> None:
+    shared, away = tmp_path / "shared", tmp_path / "not mounted"
+    Job(str(shared), tmp_path).save(10)
+    (tmp_path / "attempts.json").touch()
+    for link, where in (
+        (shared / "checkpoints", shared),
+        (shared, shared),
+        (shared, shared / "of this job"),
+    ):
+        shutil.rmtree(link)
+        link.symlink_to(away)
+        told = rf"{link} is a link to what isn't there \(is its disk mounted\?\)"
+        with pytest.raises(JobFailedError, match=f"{told}; a checkpoint may be there"):
+            Job(str(where), tmp_path).newest()
+        with pytest.raises(JobFailedError, match=told):
+            list_checkpoints(str(where), None)
+        job = Job(str(where), tmp_path, retry_delays_seconds=(60.0,))  # nothing here is worth a second try
+        with pytest.raises(InputError, match="File exists; no checkpoint could be saved"):
+            job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+        link.unlink()
+        shared.mkdir(exist_ok=True)
+    assert Job(str(shared), tmp_path).newest() is None
+
+
+def test_a_steps_link_to_what_is_not_there_is_passed_over_with_a_line_and_stays(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    Job(str(shared), tmp_path).save(10, 20)
+    step = shared / "checkpoints/step-00000020"
+    shutil.move(step, tmp_path / "kept")
+    step.symlink_to(tmp_path / "not mounted/kept")
+    told = "it is a link to what isn't there (is its disk mounted?)"
+    resumed = Job(str(shared), tmp_path, keep_last=1)
+    assert resumed.newest() == 10
+    assert resumed.said == [f"checkpoint step=20 skipped: {told}; looking for the one before it"]
+    (seen,) = [one for one in list_checkpoints(str(shared), None) if one.step == 20]
+    assert seen.problem == told and not seen.is_readable and not seen.is_good
+    resumed.save(30)
+    assert resumed.checkpointer.last_error is None and step.is_symlink(), "retention leaves what it can't look at"
+    resumed.save(20)
+    assert resumed.checkpointer.last_error is None and not step.is_symlink()
+    shutil.rmtree(shared / "checkpoints")
+    (shared / "checkpoints").mkdir()
+    step.symlink_to(tmp_path / "not mounted/kept")
+    with pytest.raises(InputError, match=r"none of what was committed .* \(the newest: step 20\) is whole"):
+        Job(str(shared), tmp_path).newest()
+
+
 def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(destination, tmp_path, keep_last=1)
     job.save(1)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.aws import aws_errors, is_missing
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
 
 FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
@@ -27,7 +28,8 @@ class Files(Protocol):
     """As given, without a slash at the end."""
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Name -> bytes of every file below the folder `prefix`; empty where there is none."""
+        """Name -> bytes of every file below the folder `prefix`; empty where there is none. A step's link to what isn't
+        there has a slash at its end."""
 
     def read(self, name: str) -> bytes | None:
         """A small file's content; None where it isn't there."""
@@ -73,6 +75,8 @@ class _FolderFiles:
     def sizes(self, prefix: str) -> dict[str, int]:
         folder = self._root / prefix
         found: dict[str, int] = {}
+        if (link := broken_link(folder)) is not None:
+            raise JobFailedError(f"can't list {folder}: {link} {LEADS_NOWHERE}")
 
         def judge(error: OSError) -> None:
             # A job that runs removes what it no longer keeps.
@@ -85,8 +89,12 @@ class _FolderFiles:
                 if Path(at) != folder:  # a link that leads back up would have no end
                     folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
                 for path in (Path(at, name) for name in names):
+                    name = path.relative_to(self._root).as_posix()
+                    if path.parent == self._root / FOLDER and broken_link(path) == path:
+                        found[f"{name}/"] = 0
+                        continue
                     try:
-                        found[path.relative_to(self._root).as_posix()] = path.stat().st_size
+                        found[name] = path.stat().st_size
                     except OSError as error:
                         judge(error)
         return found

@@ -7,13 +7,13 @@ with their sizes and hashes, and `COMMITTED`, written last, with the manifest's 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
-from trainyard.spec.checkpoint_names import file_name, other_step
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, other_step
 from trainyard.spec.retention import Retention
 
 _MARKER = "COMMITTED"
@@ -103,7 +103,7 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         problem="" if _MARKER in names else f"it has no {_MARKER} marker (its save was interrupted)",
     )
     if not seen.committed:
-        return seen
+        return _with(seen, is_readable=False, problem=f"it {LEADS_NOWHERE}") if "" in names else seen
     try:
         manifest, digest = _manifest(files, step)
         shards = tuple((file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
@@ -117,23 +117,24 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         return _unreadable(seen, error)
     except (KeyError, TypeError, ValueError) as error:
         return _with(seen, problem=f"{_MANIFEST} can't be read ({type(error).__name__}: {error})")
-    problem = ""
-    for name, size, _ in shards:
-        if name not in names:
-            problem = f"{name} is missing"
-        elif names[name] != size:
-            problem = f"{name} has {names[name]} bytes, the manifest says {size}"
-        if problem:
-            break
     return _with(
         seen,
-        problem=problem,
+        problem=_problem_with_sizes(shards, names),
         world_size=world_size,
         strategy=extra.get("strategy"),
         shards=shards,
         extra=extra,
         manifest_sha256=digest,
     )
+
+
+def _problem_with_sizes(shards: Iterable[tuple[str, int, str]], names: Mapping[str, int]) -> str:
+    for name, size, _ in shards:
+        if name not in names:
+            return f"{name} is missing"
+        if names[name] != size:
+            return f"{name} has {names[name]} bytes, the manifest says {size}"
+    return ""
 
 
 def _unreadable(checkpoint: Checkpoint, error: TrainyardError) -> Checkpoint:

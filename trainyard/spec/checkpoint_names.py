@@ -1,6 +1,10 @@
 """What a checkpoint may say of itself: one rule for the trainer, which restores it, and for `trainyard checkpoints`."""
 
+from pathlib import Path
 from typing import Any
+
+LEADS_NOWHERE = "is a link to what isn't there (is its disk mounted?)"
+"""Said of a link in whose place checkpoints may be: who takes it for nothing begins the job anew."""
 
 
 def file_name(given: Any) -> str:
@@ -20,4 +24,19 @@ def other_step(step: int, *, manifest: Any, marker: Any) -> str | None:
         return f"its manifest is of step {manifest}"
     if marker not in (None, step):
         return f"its marker is of step {marker}"
+    return None
+
+
+def broken_link(path: Path) -> Path | None:
+    """The link, `path` or a folder above it, that leads to what isn't there; None: `path` is there, or simply isn't."""
+    for place in (path, *path.parents):
+        try:
+            place.stat()
+        except FileNotFoundError:
+            if place.is_symlink():
+                return place
+        except OSError:  # who lists it says why
+            return None
+        else:
+            return None
     return None

@@ -604,7 +604,9 @@ class Checkpointer:
         """
         refusals: list[DestinationError] = []
         self.publish_file(name, path, refusals)
-        if refusals and (error := self._refuses_checkpoints()) is not None:
+        # A folder's file beside them says nothing of theirs: they may be a link to another disk.
+        is_asked = bool(refusals) or self._destination.folder("") is not None
+        if is_asked and (error := self._refuses_checkpoints()) is not None:
             what = f"{error}; no checkpoint could be saved: mend the access or set checkpoint.destination"
             raise AwsRefusedError(what) if self._destination.folder("") is None else InputError(what)
 

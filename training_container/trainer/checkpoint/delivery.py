@@ -162,7 +162,9 @@ class Delivery:
 
     def _remove_expired(self, newest: int) -> None:
         names = self._destination.sizes(FOLDER)
-        older = {step for step in map(step_of, names) if step is not None and step < newest}
+        # A link whose disk is away may lead to what is to stay.
+        seen = (step_of(name) for name in names if not name.endswith("/"))
+        older = {step for step in seen if step is not None and step < newest}
         promises = (COMMITTED, MANIFEST)
         good = {step for step in older if all(f"{step_folder(step)}/{name}" in names for name in promises)}
         good -= self._bad_steps

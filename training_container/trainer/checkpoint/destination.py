@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.checkpoint.disk import read_at, read_once_at
-from trainer.checkpoint.manifest import FOLDER
+from trainer.checkpoint.manifest import FOLDER, step_of
 from trainyard.errors import InputError
 from trainyard.kept_room import FULL
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
 
 RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
@@ -35,7 +36,16 @@ _PERMANENT_S3_CODES = {
     "PermanentRedirect",
     "SignatureDoesNotMatch",
 }
-_PERMANENT_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR}
+_PERMANENT_ERRNOS = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,  # a file, or a link to what isn't there, in the place of a folder
+    errno.EISDIR,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 Result = TypeVar("Result")
 
@@ -109,7 +119,10 @@ class Destination(ABC):
 
     @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Name -> bytes of every file below the folder `prefix`."""
+        """Name -> bytes of every file below the folder `prefix`.
+
+        A step's link to what isn't there is named with a slash at its end.
+        """
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
@@ -207,6 +220,10 @@ class LocalDestination(Destination):
         """See Destination."""
         top = self._root / prefix
         found: dict[str, int] = {}
+        if (link := broken_link(top)) is not None:
+            if link == top and _is_a_steps(prefix):
+                return {f"{prefix}/": 0}
+            raise DestinationError(f"can't list {top}: {link} {LEADS_NOWHERE}", permanent=True)
 
         def judge(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError) and _may_be_a_steps(Path(error.filename), top):
@@ -219,9 +236,12 @@ class LocalDestination(Destination):
                 if Path(at) != top:  # a link that leads back up would have no end
                     folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
                 for path in (Path(at, name) for name in names):
+                    name = path.relative_to(self._root).as_posix()
                     try:
                         if path.is_file():
-                            found[path.relative_to(self._root).as_posix()] = path.stat().st_size
+                            found[name] = path.stat().st_size
+                        elif path.is_symlink() and _is_a_steps(name):
+                            found[f"{name}/"] = 0
                     except OSError as error:
                         judge(error)
         return found
@@ -279,6 +299,11 @@ def _may_be_a_steps(path: Path, top: Path) -> bool:
     """Whether checkpoints may be missed with what can't be read there; not with a volume's lost+found, say, or a
     folder of somebody else's."""
     return path == top or any(part.startswith("step-") for part in path.relative_to(top).parts)
+
+
+def _is_a_steps(name: str) -> bool:
+    """Whether it is the name of a step's folder itself."""
+    return name.count("/") == 1 and step_of(f"{name}/") is not None
 
 
 def sync(path: Path) -> None:

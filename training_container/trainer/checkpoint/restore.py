@@ -53,6 +53,7 @@ from trainer.checkpoint.reading import (
 )
 from trainer.heartbeat import beat
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE
 
 Retry = Callable[[str, Callable[[], Any]], Any]
 """`retry(what, operation)`: the operation's result, after as many tries as it takes (destination.with_retries)."""
@@ -260,6 +261,8 @@ class Restorer:
 
     def _candidate(self, step: int, names: dict[str, int]) -> Candidate:
         folder = step_folder(step)
+        if f"{folder}/" in names:
+            return Candidate(step, None, f"it {LEADS_NOWHERE}")
         if f"{folder}/{COMMITTED}" not in names:
             problem = f"it has no {COMMITTED} marker (its save was interrupted)"
             return Candidate(step, None, problem, was_committed=False)
@@ -273,13 +276,7 @@ class Restorer:
             raise error.refusal(self._uri(step)) from None
         except ManifestError as error:
             return Candidate(step, None, str(error))
-        for file in manifest.files:
-            size = names.get(f"{folder}/{file.name}")
-            if size is None:
-                return Candidate(step, manifest, f"{file.name} is missing")
-            if size != file.num_bytes:
-                return Candidate(step, manifest, f"{file.name} has {size} bytes, the manifest says {file.num_bytes}")
-        return Candidate(step, manifest, None)
+        return Candidate(step, manifest, _problem_with_sizes(manifest, folder, names))
 
     def _read(self, name: str) -> bytes:
         content: bytes = self._retry(f"reading {name}", lambda: self._destination.get_bytes(name))
@@ -485,6 +482,16 @@ def _begin_early(reader: StepReader, tensors: Mapping[str, torch.Tensor], rank: 
         num_bytes = reader.num_bytes(own)
         if _LEAST_OF_SHARD * num_bytes <= sum(bytes_of.values()) <= num_bytes:
             reader.begin(own)
+
+
+def _problem_with_sizes(manifest: Manifest, folder: str, names: Mapping[str, int]) -> str | None:
+    for file in manifest.files:
+        size = names.get(f"{folder}/{file.name}")
+        if size is None:
+            return f"{file.name} is missing"
+        if size != file.num_bytes:
+            return f"{file.name} has {size} bytes, the manifest says {file.num_bytes}"
+    return None
 
 
 def _difference_there(file: ShardFile, path: Path) -> str | None:
