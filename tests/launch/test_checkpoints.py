@@ -1,10 +1,12 @@
 """Looking after checkpoints: what is good, what is damaged, and a prune that never takes the last good one."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
-def save(root: Path, step: int, *, marker: bool = True, metrics: dict[str, float] | None = None) -> Path:
+def save(
+    root: Path, step: int, *, marker: bool = True, metrics: dict[str, float] | None = None, job: str | None = None
+) -> Path:
     """A checkpoint in the trainer's layout."""
     folder = root / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
@@ -48,6 +52,8 @@ def save(root: Path, step: int, *, marker: bool = True, metrics: dict[str, float
     extra["data"] = {"sequences_consumed": 8 * step}
     if metrics is not None:
         extra["metrics"] = metrics
+    if job is not None:
+        extra["job_sha256"] = job
     manifest = {"version": 1, "step": step, "world_size": 2, "shards": shards, "extra": extra}
     content = json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(content)
@@ -380,6 +386,76 @@ def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: p
     with pytest.raises(JobFailedError, match=r"can't write .*/manifest\.json: No space left on device"):
         checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
     assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+
+
+def record(root: Path, steps: int, *, seconds: float) -> bytes:
+    """A run's metrics: the seconds are its own."""
+    rows = [{"step": step, "loss": 1 / step, "step_seconds": seconds + step} for step in range(1, steps + 1)]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (root / "metrics.jsonl").write_bytes(content)
+    return content
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("told_by", ["rows", "job"])
+def test_another_jobs_checkpoints_are_not_mixed_with_a_copy(tmp_path: Path, told_by: str) -> None:
+    """`rows`: a run anew of the same job, or one that went on elsewhere from a copy."""
+    here, there = tmp_path / "a", tmp_path / "b"
+    save(here, 30, job="one")
+    save(there, 10, job="one" if told_by == "rows" else "two")
+    record(here, 30, seconds=1.0)
+    record(there, 12 if told_by == "rows" else 5, seconds=2.0)
+    before = files_below(there)
+    found = checkpoints.list_checkpoints(str(here), None)
+    with pytest.raises(InputError, match=r"b: holds another job's checkpoints \(step 10\), which stay; give another"):
+        checkpoints.copy(str(here), None, found, str(there))
+    assert files_below(there) == before
+
+
+def test_a_copy_goes_on_with_its_own_run_and_never_back_in_its_records(tmp_path: Path) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    save(here, 10, job="one")
+    record(here, 12, seconds=1.0)
+    checkpoints.copy(str(here), None, checkpoints.list_checkpoints(str(here), None), str(there))
+    shutil.rmtree(here / "checkpoints")  # retention removed it, and the job is of another version since
+    for step in (20, 30):
+        save(here, step, job="two")
+    newest = record(here, 31, seconds=1.0)
+    older, old = checkpoints.list_checkpoints(str(here), None)
+    checkpoints.copy(str(here), None, [old], str(there))
+    assert (there / "metrics.jsonl").read_bytes() == newest
+    shutil.rmtree(here / "checkpoints/step-00000030")
+    record(here, 21, seconds=1.0)
+    checkpoints.copy(str(here), None, [older], str(there))
+    assert steps(checkpoints.list_checkpoints(str(there), None)) == [10, 20, 30]
+    assert (there / "metrics.jsonl").read_bytes() == newest, "which those of step 30 go on from"
+
+
+def test_nothing_is_copied_to_where_a_job_saves_now(tmp_path: Path) -> None:
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    (tmp_path / "b").mkdir()
+    claim = tmp_path / "b/.in_use"
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:  # a lock is its process's
+        with claim.open("w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            file.write("acme-a-1 on algo-1, process 7\n")
+            file.flush()
+            os.write(theirs, b"1")
+            signal.pause()
+    try:
+        assert os.read(ours, 1) == b"1"
+        with pytest.raises(InputError, match="b: acme-a-1 on algo-1, process 7 saves there: wait for its end"):
+            checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [".in_use"]
+    checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
 
 
 def test_a_step_that_lies_under_anothers_name_is_broken(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Files under one root, a folder or a prefix of a bucket: what looking after checkpoints needs of either."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -16,6 +18,8 @@ from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
 FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
 
+_CLAIM = ".in_use"
+"""The trainer's file below a root (trainer.checkpoint.claim): locked while a job saves there."""
 _BLOCK_BYTES = 8 << 20
 _MOST_BREAKS = 5
 """So often in a row an answer may break off before its first block is whole."""
@@ -45,6 +49,9 @@ class Files(Protocol):
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, in this order."""
+
+    def holder(self) -> str | None:
+        """Which running job saves there, as its trainer signed; None: none, or nobody can say (of a bucket)."""
 
 
 def open_files(root: str, s3: Any) -> Files:
@@ -145,6 +152,22 @@ class _FolderFiles:
             if folder.is_dir() and not any(folder.iterdir()):
                 shutil.rmtree(folder)
 
+    def holder(self) -> str | None:
+        path = self._root / _CLAIM
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # what may not be asked keeps nobody out
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                words = os.pread(descriptor, 400, 0).decode(errors="replace").partition("\n")[0]
+                return words or "another process"
+        finally:
+            os.close(descriptor)
+        return None
+
 
 class _S3Files:
     def __init__(self, root: str, s3: Any) -> None:
@@ -220,6 +243,9 @@ class _S3Files:
         for name in names:
             with aws_errors("removing", f"{self.root}/{name}"):
                 self._s3.delete_object(Bucket=self._bucket, Key=self._key(name))
+
+    def holder(self) -> str | None:
+        return None
 
 
 def _may_be_a_steps(path: Path, top: Path) -> bool:

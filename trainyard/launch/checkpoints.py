@@ -13,6 +13,7 @@ from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
+from trainyard.launch.lineage import METRICS, refuse_anothers
 from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, other_step
 from trainyard.spec.retention import Retention
 
@@ -21,7 +22,7 @@ _MARKER = "COMMITTED"
 _MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
 _REMOVED = "it was removed while it was looked at (its job no longer keeps it, or somebody prunes)"
-_BESIDE = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
+_BESIDE = (METRICS, "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
 """What a resume at another destination wants to find beside the checkpoints: without the last it would learn from
 batches that the job leaves out."""
 
@@ -286,12 +287,13 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     Each file is read back there and must be what its manifest promises before the marker is written; otherwise, or
     where the target takes no more, what was copied goes again, and JobFailedError says which side is altered, or why.
     A step that is there already, whole, stays as it is; one that is broken there is replaced, once the source was read
-    and found whole; InputError, before anything is copied, where another checkpoint of the same step is there.
+    and found whole; InputError, before anything is copied, where another checkpoint of the same step is there, or
+    another job's, or a job saves there now. What lies beside is of the newest step, and copied with that alone.
     A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
     source, sink = open_files(destination.rstrip("/"), s3), open_files(target.rstrip("/"), s3)
     if source.root == sink.root:
-        raise InputError(f"--to {target}: is where the checkpoints are; give another prefix or folder")
+        raise InputError(f"{target}: is where the checkpoints are; give another prefix or folder")
     there = {one.step: one for one in list_checkpoints(target, s3)}
     # What is there and can't be looked at may be whole, and another's.
     refuse_unreadable(target, [there[one.step] for one in checkpoints if one.step in there])
@@ -302,33 +304,37 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
         held = there.get(checkpoint.step)
         if held is not None and held.is_good and sink.read(path) != source.read(path):
             raise InputError(
-                f"--to {target}: holds another checkpoint of step {checkpoint.step}, which stays; give another prefix"
+                f"{target}: holds another checkpoint of step {checkpoint.step}, which stays; give another prefix"
                 " or folder"
             )
-    uris = []
-    for checkpoint in checkpoints:
-        folder = _step_folder(checkpoint.step)
-        held = there.get(checkpoint.step)
-        if held is not None:
-            if held.is_good and verified(target, s3, held).is_good:
-                uris.append(held.uri)
-                continue
-            found = verified(destination, s3, checkpoint)
-            if not found.is_good:
-                raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {found.problem}")
-            sink.delete(_in_order_of_removal(sink.sizes(folder)))
-        try:
-            _bring(source, sink, checkpoint)
-        except TrainyardError:
-            with contextlib.suppress(TrainyardError):  # what says why is the first error
-                sink.delete(_in_order_of_removal(sink.sizes(folder)))
-            raise
-        uris.append(f"{sink.root}/{folder}/")
-    for name in _BESIDE:
-        content = source.read(name)
-        if content is not None:
-            sink.write(name, content)
+    refuse_anothers(source, sink, list_checkpoints(destination, s3), there.values(), target)
+    uris = [_copy_one(source, sink, checkpoint, there.get(checkpoint.step), s3) for checkpoint in checkpoints]
+    newest_there = max((step for step, held in there.items() if held.is_good), default=-1)
+    if max((checkpoint.step for checkpoint in checkpoints), default=-1) >= newest_there:
+        for name in _BESIDE:
+            content = source.read(name)
+            if content is not None:
+                sink.write(name, content)
     return uris
+
+
+def _copy_one(source: Files, sink: Files, checkpoint: Checkpoint, held: Checkpoint | None, s3: Any) -> str:
+    """The checkpoint's URI at the sink, where `held` is what it has of that step; what failed leaves nothing."""
+    folder = _step_folder(checkpoint.step)
+    if held is not None:
+        if held.is_good and verified(sink.root, s3, held).is_good:
+            return held.uri
+        found = verified(source.root, s3, checkpoint)
+        if not found.is_good:
+            raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {found.problem}")
+        sink.delete(_in_order_of_removal(sink.sizes(folder)))
+    try:
+        _bring(source, sink, checkpoint)
+    except TrainyardError:
+        with contextlib.suppress(TrainyardError):  # what says why is the first error
+            sink.delete(_in_order_of_removal(sink.sizes(folder)))
+        raise
+    return f"{sink.root}/{folder}/"
 
 
 def _bring(source: Files, sink: Files, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,68 @@
+"""Whose checkpoints lie at a place: a copy that mixed two runs would have a resume go on from either's."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from trainyard.errors import InputError
+from trainyard.launch.checkpoint_files import Files
+
+METRICS = "metrics.jsonl"
+
+
+class Saved(Protocol):
+    """A checkpoint, as far as it tells whose it is."""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+
+    @property
+    def manifest_sha256(self) -> str:
+        """Empty where it can't be read."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What its manifest says beside the tensors."""
+
+
+def refuse_anothers(source: Files, sink: Files, here: Iterable[Saved], there: Iterable[Saved], target: str) -> None:
+    """InputError where the sink holds checkpoints of another run than the source's, or a job saves there now.
+
+    `here`, `there`: all that the two hold. The same manifest is the same checkpoint, and two runs differ in the row of
+    any step by its seconds; where no row tells, the job's own hash does. A job may be of several versions: it is enough
+    that the source has one of that version.
+    """
+    if (holder := sink.holder()) is not None:
+        raise InputError(f"{target}: {holder} saves there: wait for its end, stop it, or give another prefix or folder")
+    here = list(here)
+    own = {one.manifest_sha256 for one in here}
+    strangers = [one for one in there if one.manifest_sha256 and one.manifest_sha256 not in own]
+    if not strangers:
+        return
+    jobs = {one.extra.get("job_sha256") for one in here if one.manifest_sha256}
+    rows, rows_there = _rows_of(source), _rows_of(sink)
+    for one in strangers:
+        row, row_there = rows.get(one.step), rows_there.get(one.step)
+        if row is not None and row_there is not None:
+            is_anothers = row != row_there
+        else:  # the first trainers' manifests don't tell
+            job = one.extra.get("job_sha256")
+            is_anothers = job is not None and None not in jobs and job not in jobs
+        if is_anothers:
+            raise InputError(
+                f"{target}: holds another job's checkpoints (step {one.step}), which stay;"
+                " give another prefix or folder"
+            )
+
+
+def _rows_of(files: Files) -> dict[int, tuple[Any, Any]]:
+    """Step -> what no other run's row of it has."""
+    rows = {}
+    for line in (files.read(METRICS) or b"").splitlines():
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = (row.get("loss"), row.get("step_seconds"))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            continue  # broken by a kill
+    return rows
