@@ -12,10 +12,13 @@ import pytest
 import torch
 from trainer.checkpoint import Checkpointer
 from trainer.observe import waits
-from trainer.observe.left_out import LeftOutBatches
+from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe.step_clock import PHASES, StepClock
 from trainer.runtime import Runtime
+from trainer.session import _check_places
+
+from trainyard.errors import InputError, JobFailedError
 
 
 def row(step: int, attempt: int = 1, **changes: Any) -> Row:
@@ -30,6 +33,10 @@ def row(step: int, attempt: int = 1, **changes: Any) -> Row:
         "breakdown": dict.fromkeys(PHASES, 0.0),
     }
     return Row(**(values | changes))
+
+
+def one_rank() -> Runtime:
+    return cast(Runtime, SimpleNamespace(is_first=True, rank=0, world_size=1, control_group=None))
 
 
 class Time:
@@ -270,7 +277,7 @@ def test_what_a_full_disk_does_not_let_be_rewritten_waits_too(tmp_path: Path, di
 def test_a_batch_is_left_out_though_the_disk_has_no_room_to_note_it(
     tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left_out = LeftOutBatches(tmp_path, cast(Runtime, SimpleNamespace(is_first=True, world_size=1)))
+    left_out = LeftOutBatches(tmp_path, one_rank())
     disk.is_full = True
     left_out.add(step=2, anomaly="loss is nan", data={"sequences_consumed": 8}, checkpoint_step=0)
     assert capsys.readouterr().out == f"{left_out.path}: not written, its disk is full\n"
@@ -321,6 +328,54 @@ def test_a_resume_that_drops_nothing_leaves_the_file_as_it_is(tmp_path: Path) ->
         assert len(log.recent()) == 20 and log.recent()[-1]["step"] == 40
         log.begin_attempt(resumed_step=40, rows=[one for one in log.rows() if "attempt" in one])
         assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == list(range(1, 41))
+
+
+def test_rows_that_a_disk_has_altered_are_dropped_and_told_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricsLog(tmp_path)
+    for step in range(1, 7):
+        log.append(row(step))
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"step"', b'"st\xffp"')
+    broken = [b"3\n", b"[1]\n", b"null\n", b'{"step": "2"}\n', b'{"step": Infinity}\n', b"\xff\xfe\n"]
+    log.path.write_bytes(b"".join([*broken, *lines, b'{"step": 7, "att']))
+    again = MetricsLog(tmp_path)
+    again.rows()
+    assert again.begin_attempt(resumed_step=5) == 2
+    assert [one["step"] for one in again.rows()] == [1, 3, 4, 5]
+    told = capsys.readouterr().out
+    assert told == f"warning: {log.path}: 8 of 13 rows can't be read, and are dropped\n"
+    log.path.read_text(encoding="utf-8")
+    MetricsLog(tmp_path).begin_attempt(resumed_step=5)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_byte_altered_in_a_rows_words_stays_no_longer_than_to_the_next_start(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.append(row(1, more={"anomaly": "loss is odd"}))
+    log.path.write_bytes(log.path.read_bytes().replace(b"odd", b"o\xffd"))
+    log.begin_attempt(resumed_step=1)
+    assert [one["anomaly"] for one in log.rows()] == ["loss is o\ufffdd"]
+    log.path.read_text(encoding="utf-8")
+
+
+def test_a_record_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.path.mkdir()
+    with pytest.raises(JobFailedError, match=r"metrics\.jsonl: can't be read: Is a directory"):
+        log.rows()
+    record = tmp_path / LEFT_OUT_FILE
+    for content in (b"\xff", b"3\n", b"[]\n", b'{"first_sequence": "x", "rolled_back_to": 3}\n'):
+        record.write_bytes(content)
+        with pytest.raises(JobFailedError, match="is not what this trainer wrote"):
+            LeftOutBatches(tmp_path, one_rank()).read()
+
+
+def test_a_folder_in_the_place_of_a_record_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "result.json").mkdir()
+    with pytest.raises(InputError, match=r"result\.json: is a folder, where the job writes a file: move it away"):
+        _check_places(tmp_path)
 
 
 def test_the_line_on_stdout_begins_with_what_filters_match() -> None:

@@ -15,6 +15,7 @@ import torch
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledError
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.checkpoint.claim import claimant_of
+from trainer.checkpoint.group import Group
 from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
@@ -39,7 +40,7 @@ from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_su
 from trainer.strategies.mesh import data_parallel_rank, has_same_streams, place_of, random_stream
 from trainer.tasks import task_of
 from trainer.validation import Validation
-from trainyard.errors import JobFailedError
+from trainyard.errors import InputError, JobFailedError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.meters import LIVE
 from trainyard.spec.retention import flat_metrics
@@ -90,6 +91,13 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
     return checkpointer
 
 
+def _check_places(output_dir: Path) -> None:
+    """InputError where a folder lies in the place of a file that the job writes: some are written at its very end."""
+    for name in (METRICS_FILE, ATTEMPTS_FILE, GOODPUT_FILE, LEFT_OUT_FILE, RESULT_FILE):
+        if (output_dir / name).is_dir():
+            raise InputError(f"{output_dir / name}: is a folder, where the job writes a file: move it away")
+
+
 def _exposition_of(job: ResolvedJob, output_dir: Path) -> Exposition:
     spec = job.spec
     return Exposition(
@@ -128,6 +136,8 @@ class Session:
         if job.spec.training.deterministic:
             use_deterministic_kernels()
         self.stop_flag = StopFlag(runtime.control_group).install()
+        self._group = Group(runtime.control_group, runtime.rank, runtime.world_size)
+        self._group.from_first(lambda: _check_places(output_dir))
         self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)  # refuses before the long part
         self._task = task = task_of(job)
         self.data: JobData = task.build_data(
@@ -632,7 +642,7 @@ class Session:
             "loss_last": rows[-1]["loss"] if rows else None,
             **self._validation.summary(rows),
             **self.data.describe(),
-            self._task.unit: sum(row[self._task.unit] for row in rows),
+            self._task.unit: sum(row.get(self._task.unit, 0) for row in rows),
             "seconds": time.perf_counter() - self._started,
             "step_seconds": sum(row["step_seconds"] for row in rows),
             "attempts": self._attempt,

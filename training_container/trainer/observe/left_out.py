@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from trainer.checkpoint.group import Group
 from trainer.data.stream import BatchStream
 from trainer.observe.metrics import replace_all
 from trainer.runtime import Runtime
@@ -30,10 +29,9 @@ class LeftOutBatches:
 
     def read(self) -> None:
         """Take over what is in the first rank's file; all ranks together."""
-        shared: list[Any] = [_rows_of(self.path) if self._runtime.is_first else None]
-        if self._runtime.world_size > 1:
-            dist.broadcast_object_list(shared, src=0, group=self._runtime.control_group)
-        self._rows = shared[0]
+        runtime = self._runtime
+        group = Group(runtime.control_group, runtime.rank, runtime.world_size)
+        self._rows = group.from_first(lambda: _rows_of(self.path))
 
     def add(self, *, step: int, anomaly: str, data: dict[str, Any], checkpoint_step: int) -> None:
         """The batch that lies at position `data` of the training stream, of a step that went wrong (all ranks).
@@ -76,13 +74,13 @@ class LeftOutBatches:
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert all(isinstance(row[key], int) for row in rows for key in ("first_sequence", "rolled_back_to"))
     except FileNotFoundError:
         return []
-    try:
-        rows = [json.loads(line) for line in text.splitlines()]
-        assert all({"first_sequence", "rolled_back_to"} <= set(row) for row in rows)
-    except (ValueError, TypeError, AssertionError):
+    except OSError as error:
+        raise JobFailedError(f"{path}: can't be read: {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, AssertionError):
         raise JobFailedError(
             f"{path}: is not what this trainer wrote, and says which batches are left out: restore the file, or remove"
             " it here and beside the checkpoints to learn from all of them"

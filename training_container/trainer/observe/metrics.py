@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.speech import say
+from trainyard.errors import JobFailedError
 from trainyard.kept_room import FULL
 
 METRICS_FILE = "metrics.jsonl"
@@ -75,10 +77,19 @@ class MetricsLog:
         """Rows to be put behind that."""
         self._in_memory: list[int] = []
         """Descriptors of copies; a save that is on its way may still read the last but one."""
+        self._is_told = False
+        """That some rows can't be read."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """All whole rows; a line broken by a kill is dropped."""
-        return _rows_in(self._text().splitlines())
+        """All whole rows; a line broken by a kill is dropped, and what a disk has altered too, which is said once."""
+        lines = self._text().splitlines()
+        rows = _rows_in(lines)
+        num_lost = len(lines) - len(rows)
+        # The last line is the one that a kill breaks.
+        if num_lost > (bool(lines) and not _rows_in(lines[-1:])) and not self._is_told:
+            self._is_told = True
+            say(f"warning: {self.path}: {num_lost} of {len(lines)} rows can't be read, and are dropped")
+        return rows
 
     def _text(self) -> str:
         return self._written() + "".join(map(_line, self._waiting))
@@ -86,7 +97,15 @@ class MetricsLog:
     def _written(self) -> str:
         if self._whole is not None:
             return self._whole
-        return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        try:
+            # A byte that a disk altered costs its row: what the job goes on from are its checkpoints.
+            return self.path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise JobFailedError(
+                f"{self.path}: can't be read: {error.strerror or error}; mend it, or move it away"
+            ) from None
 
     def written_at(self) -> float | None:
         """When the file was last written on this machine (epoch); None where it isn't here."""
@@ -109,7 +128,7 @@ class MetricsLog:
         seen = [int(row["attempt"]) for row in rows]
         if self.attempts_path.exists():
             # Empty where a machine's power went before it was on the disk: the rows tell of attempts too.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                 seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
         attempt = max(seen, default=0) + 1
         self.drop_after(resumed_step, rows)
@@ -130,7 +149,7 @@ class MetricsLog:
         if self._whole is not None or self._waiting or not self.path.exists():
             return False
         text = self._written()
-        return text.count("\n") == num_rows and text[-1:] in ("", "\n")
+        return text.count("\n") == num_rows and text[-1:] in ("", "\n") and "\ufffd" not in text
 
     def complete(self, step: int, validation: dict[str, Any]) -> None:
         """Puts into a step's row what its validation says now that it was made up for."""
@@ -177,10 +196,20 @@ def _rows_in(lines: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             continue
+        if _is_row(row):
+            rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it has what is reckoned with."""
+    if not isinstance(row, dict) or "loss" not in row or not isinstance(row.get("breakdown", {}), dict):
+        return False
+    numbers = (row.get("step"), row.get("attempt"), row.get("step_seconds"))
+    return all(isinstance(number, kind) for number, kind in zip(numbers, (int, int, int | float), strict=True))
 
 
 def _line(row: Row) -> str:
