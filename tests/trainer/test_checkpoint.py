@@ -21,6 +21,7 @@ import torch
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 from moto.server import ThreadedMotoServer
 from trainer.checkpoint import Checkpointer, checkpointer, delivery
+from trainer.checkpoint.claim import claimant_of
 from trainer.checkpoint.destination import (
     DestinationError,
     LocalDestination,
@@ -765,6 +766,31 @@ def test_an_unreadable_folder_never_means_starting_anew(tmp_path: Path) -> None:
     with pytest.raises(DestinationError):
         LocalDestination(tmp_path).get_bytes("destination")
     assert issubclass(JobFailedError, Exception)
+
+
+def test_a_destination_that_can_be_no_folder_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    for where, why in (
+        ("/proc/foo", "No such file or directory"),
+        (f"{tmp_path}/file", "it is no folder"),
+        (f"{tmp_path}/file/below", "Not a directory"),
+        (f"{tmp_path}/link", f"{tmp_path}/link is a link to what isn't there (is its disk mounted?)"),
+    ):
+        with pytest.raises(InputError) as refused:
+            Job(where, tmp_path).checkpointer.claim(claimant_of({}))
+        assert str(refused.value) == f"checkpoint.destination {where}: can't be made: {why}; name another folder"
+
+
+def test_a_place_in_which_nothing_can_be_made_is_not_called_full(tmp_path: Path) -> None:
+    job = Job("/proc/foo", tmp_path)
+    (tmp_path / "attempts.json").touch()
+    with pytest.raises(
+        InputError, match=r"can't write /proc/foo/checkpoints/\.probe: .*; no checkpoint could be saved"
+    ):
+        job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+    job.save(1)  # as of a disk that went away meanwhile
+    assert "full" not in job.said[-1] and "No such file or directory" in job.said[-1]
 
 
 def test_a_step_that_may_not_be_looked_into_never_means_starting_anew(

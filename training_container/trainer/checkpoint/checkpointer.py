@@ -27,6 +27,7 @@ from trainer.checkpoint.destination import (
     DestinationError,
     MissingFileError,
     open_destination,
+    os_errors,
     with_retries,
 )
 from trainer.checkpoint.group import Group, Value
@@ -49,6 +50,8 @@ from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
 from trainer.speech import say
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.kept_room import FULL
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
 from trainyard.spec.retention import BestSpec, Retention
 
 _LONGEST_UPLOAD = timedelta(hours=2)
@@ -175,12 +178,13 @@ class Checkpointer:
         return self._destination.uri
 
     def claim(self, claimant: Claimant) -> None:
-        """Have the destination for this job alone, until close() (call it on one rank). Of a bucket nobody can say.
+        """Have the destination for this job alone, until close(), and a folder made. Of a bucket nobody can say.
 
-        See Claim for what it raises where somebody else saves there.
+        InputError where it can be no folder; see Claim for what it raises where somebody else saves there.
         """
         folder = self._destination.folder("")
         if folder is not None:
+            _make_folder(folder)
             self._claim = Claim(folder, claimant=claimant, report=self._report)
 
     @property
@@ -330,7 +334,7 @@ class Checkpointer:
             free = free_bytes(folder)
         except OSError:
             return None
-        if free >= needed:
+        if free >= needed or not _can_be_in(folder.parent):
             return None
         return (
             f"checkpoint step={step} needs {needed >> 20} MiB, {folder} has {free >> 20} MiB free: "
@@ -616,8 +620,8 @@ class Checkpointer:
             self._destination.put_bytes(_PROBE, b"")
         except DestinationError as error:
             return error if error.is_refusal else None
-        except MissingFileError:
-            return None
+        except MissingFileError as error:  # a file system in which nothing can be made says so
+            return DestinationError(str(error), permanent=True)
         attempted(lambda: self._destination.delete([_PROBE]))
         return None
 
@@ -684,6 +688,29 @@ def _with_sizes(attachments: Mapping[str, Path]) -> list[Attachment]:
 def _ranks_a_host() -> int:
     """Ranks of one host share its disk; a shared folder is shared by all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _make_folder(folder: Path) -> None:
+    """InputError where no folder is, and none can be; a disk that is full, or doesn't answer, may yet take one."""
+    try:
+        with os_errors(f"make {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+    except (DestinationError, MissingFileError) as error:
+        if isinstance(error, DestinationError) and not error.is_refusal:
+            return
+        link, cause = broken_link(folder), error.__cause__
+        why = "it is no folder" if folder.exists() else getattr(cause, "strerror", None) or cause
+        why = why if link is None else f"{link} {LEADS_NOWHERE}"
+        raise InputError(f"checkpoint.destination {folder}: can't be made: {why}; name another folder") from None
+
+
+def _can_be_in(folder: Path) -> bool:
+    """Whether a step's folder may lie there: of one that can't be made the nearest disk's room says nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.errno in FULL
+    return True
 
 
 def free_bytes(folder: Path) -> int:
