@@ -242,3 +242,15 @@ def test_a_second_trainer_at_the_same_place_ends_with_a_line_and_the_first_goes_
     first.send_signal(signal.SIGTERM)
     assert [code for code, _ in finish([first], timeout_seconds=600)] == [75]
     assert [code for code, _ in finish(start_trainer(1, job, tmp_path / "second", *there), timeout_seconds=600)] == [0]
+
+
+@pytest.mark.slow
+def test_a_second_job_of_several_ranks_ends_with_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINYARD_JOB_ID", "acme-b-2")
+    job = write_job(tmp_path, "ddp", steps=4)
+    with holder(tmp_path / "shared", {"TRAINYARD_JOB_ID": "acme-a-1"}):
+        ranks = start_trainer(2, job, tmp_path / "out", "--set", f"checkpoint.destination={tmp_path / 'shared'}")
+        outputs = finish(ranks, timeout_seconds=600)
+    assert [code for code, _ in outputs] == [2, 2], outputs
+    said = "".join(text for _, text in outputs)
+    assert said.count("saves there") == 1 and "Traceback" not in said

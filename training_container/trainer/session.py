@@ -86,8 +86,7 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         process_group=runtime.control_group,
         patience_seconds=60 * job.spec.recovery.start_minutes,
     )
-    if runtime.is_first:
-        checkpointer.claim(claimant_of(os.environ))
+    checkpointer.claim(claimant_of(os.environ))
     return checkpointer
 
 
@@ -237,7 +236,7 @@ class Session:
             del self.strategy
             gc.collect()  # hooks and models refer to each other
             self.strategy = self._made_engine()
-        attempt = self._begin_attempt(began) if self._runtime.is_first else 0
+        attempt = self._group.from_first(lambda: self._begin_attempt(began))
         self._left_out.read()
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
@@ -248,7 +247,7 @@ class Session:
                 )
             if (difference := told_difference(info.manifest.extra, self._provenance, step=self.step)) is not None:
                 say(difference)
-        return int(self._runtime.sum_over_ranks(attempt)[0])
+        return attempt
 
     def _begin_attempt(self, began: float) -> int:
         """Brings the metrics to where the checkpoint stands; a fresh machine gets them from beside the checkpoints.

@@ -180,12 +180,18 @@ class Checkpointer:
     def claim(self, claimant: Claimant) -> None:
         """Have the destination for this job alone, until close(), and a folder made. Of a bucket nobody can say.
 
-        InputError where it can be no folder; see Claim for what it raises where somebody else saves there.
+        The first rank does it, and all hear of what it raises: InputError where it can be no folder, and see Claim for
+        where somebody else saves there.
         """
         folder = self._destination.folder("")
-        if folder is not None:
+        if folder is None:
+            return
+
+        def take() -> None:
             _make_folder(folder)
             self._claim = Claim(folder, claimant=claimant, report=self._report)
+
+        self._group.from_first(take)
 
     @property
     def is_saving(self) -> bool:
