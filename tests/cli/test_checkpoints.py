@@ -71,6 +71,27 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_an_empty_path_is_not_the_folder_that_one_is_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    before = sorted(folder.rglob("*"))
+    for words in (
+        ["checkpoints", "list", ""],
+        ["checkpoints", "verify", " "],
+        ["checkpoints", "prune", "", "--keep-last", "1", "--yes"],
+        ["checkpoints", "copy", "", str(folder / "to")],
+        ["checkpoints", "copy", str(folder), "", "--step", "20"],
+        ["export", "", "--to", str(folder / "to")],
+        ["export", str(folder), "--to", ""],
+    ):
+        assert run(words) == 2, words
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "names no place" in line and ("--to" in line) == (words[-2:] == ["--to", ""])
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_one_that_cant_be_read_hides_no_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -253,9 +253,11 @@ class Where(NamedTuple):
 
 def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     """Where the checkpoints of a job, or of a folder of the bare trainer, lie."""
+    from trainyard.launch.checkpoint_files import refuse_empty
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
 
+    refuse_empty(job, "a job's id, or the folder that holds checkpoints/")
     is_folder = "://" not in job and Path(job, "checkpoints").is_dir()
     if is_folder or ("/" in job and "://" not in job) or job in (".", ".."):
         if not Path(job).is_dir():

@@ -75,6 +75,10 @@ def export(
     """
     from trainyard.launch.local_backend import check_trainer
 
+    if not to.strip():
+        raise InputError(
+            f"--to {to!r}: names no place; give a folder that is empty or not there yet, or an s3:// prefix"
+        )
     check_trainer()
     arguments = _arguments(to, step, average, merge, base, tokenizer, dtype, max_shard_gib)
     with console(stderr=True).status("asking") as spinner:

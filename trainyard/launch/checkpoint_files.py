@@ -56,6 +56,7 @@ class Files(Protocol):
 
 def open_files(root: str, s3: Any) -> Files:
     """The files under an s3:// prefix or a folder; `s3`: the client for the former."""
+    refuse_empty(root, "a folder or an s3:// prefix")
     if root.startswith("s3://"):
         if s3 is None:
             advice = "nothing here says whose role may go there: give --tenant NAME, or a folder"
@@ -64,6 +65,12 @@ def open_files(root: str, s3: Any) -> Files:
     if "://" in root:
         raise InputError(f"{root}: must be an s3:// prefix or a folder")
     return _FolderFiles(root)
+
+
+def refuse_empty(place: str, what: str) -> None:
+    """InputError: an empty path is the folder that one is in, and most often a variable that isn't set."""
+    if not place.strip():
+        raise InputError(f"{place!r} names no place: give {what}")
 
 
 def sha256(files: Files, name: str) -> str:

@@ -68,7 +68,7 @@ class Checkpoint:
 
 def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
     """The checkpoints under an s3:// prefix or a folder, oldest step first; one that can't be read hides no other."""
-    files = open_files(destination.rstrip("/"), s3)
+    files = open_files(destination, s3)
     by_step = _by_step(files.sizes(FOLDER))
     return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
 
@@ -76,7 +76,7 @@ def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
 def has_any(destination: str, s3: Any) -> bool | None:
     """Whether a committed checkpoint is there, by names alone; None where that can't be told."""
     try:
-        names = open_files(destination.rstrip("/"), s3).sizes(FOLDER)
+        names = open_files(destination, s3).sizes(FOLDER)
     except TrainyardError:
         return None
     return any(_MARKER in files for files in _by_step(names).values())
@@ -217,7 +217,7 @@ def verified(destination: str, s3: Any, checkpoint: Checkpoint) -> Checkpoint:
     """
     if not checkpoint.is_good:
         return checkpoint
-    files, folder = open_files(destination.rstrip("/"), s3), _step_folder(checkpoint.step)
+    files, folder = open_files(destination, s3), _step_folder(checkpoint.step)
     try:
         for name, _, digest in checkpoint.shards:
             if sha256(files, f"{folder}/{name}") != digest:
@@ -268,7 +268,7 @@ def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Prun
     older = [one for one in found if one.step < good[-1].step and one.is_readable]
     removed = tuple(one for one in older if one.step not in kept_steps)
     if not dry_run:
-        files = open_files(destination.rstrip("/"), s3)
+        files = open_files(destination, s3)
         for checkpoint in removed:
             files.delete(_in_order_of_removal(files.sizes(_step_folder(checkpoint.step))))
     kept = tuple(one for one in found if one not in removed)
@@ -291,7 +291,7 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     another job's, or a job saves there now. What lies beside is of the newest step, and copied with that alone.
     A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
-    source, sink = open_files(destination.rstrip("/"), s3), open_files(target.rstrip("/"), s3)
+    source, sink = open_files(destination, s3), open_files(target, s3)
     if source.root == sink.root:
         raise InputError(f"{target}: is where the checkpoints are; give another prefix or folder")
     there = {one.step: one for one in list_checkpoints(target, s3)}
