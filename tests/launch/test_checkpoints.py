@@ -385,7 +385,21 @@ def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(JobFailedError, match=r"can't write .*/manifest\.json: No space left on device"):
         checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
-    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+    assert not [*(tmp_path / "b").iterdir()], "no empty folders either"
+    monkeypatch.undo()
+    (tmp_path / "b/checkpoints/step-00000010/COMMITTED").mkdir(parents=True)
+    checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+    assert checkpoints.chosen(str(tmp_path / "b"), None, None).step == 10, "an empty folder keeps no file out"
+
+
+@pytest.mark.parametrize("change", [{"step": float("inf")}, {"world_size": float("inf")}, {"version": float("inf")}])
+def test_odd_numbers_of_a_manifest_are_told(tmp_path: Path, change: dict[str, float]) -> None:
+    folder = save(tmp_path, 10)
+    content = json.dumps(json.loads((folder / "manifest.json").read_bytes()) | change).encode()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMITTED").write_text(json.dumps({"manifest_sha256": hashlib.sha256(content).hexdigest()}))
+    (found,) = checkpoints.list_checkpoints(str(tmp_path), None)
+    assert found.problem.startswith("manifest.json can't be read (OverflowError: ")
 
 
 def record(root: Path, steps: int, *, seconds: float) -> bytes:

@@ -30,6 +30,7 @@ from trainer.checkpoint.destination import (
     s3_errors,
     with_retries,
 )
+from trainer.checkpoint.manifest import commit_marker
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
@@ -364,6 +365,18 @@ def _taken_from_before(*names: str) -> Callable[[str], None]:
     return alter
 
 
+def _promised(**changes: Any) -> Callable[[str], None]:
+    """A manifest of other values, which is the committed one."""
+
+    def alter(destination: str) -> None:
+        there, folder = open_destination(destination), "checkpoints/step-00000020"
+        content = json.dumps(json.loads(there.get_bytes(f"{folder}/manifest.json")) | changes).encode()
+        there.put_bytes(f"{folder}/manifest.json", content)
+        there.put_bytes(f"{folder}/COMMITTED", commit_marker(20, content))
+
+    return alter
+
+
 def _flip(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
@@ -379,6 +392,8 @@ DAMAGES = {
     "missing manifest": (_removed("manifest.json"), "manifest.json is missing"),
     "torn manifest": (_altered(lambda content: content[:50], "manifest.json"), "is not the one that was committed"),
     "swapped manifest": (_altered(lambda content: content.replace(b"20", b"21"), "manifest.json"), "is not the one"),
+    "a step without an end": (_promised(step=float("inf")), "can't be read (OverflowError"),
+    "a rank's values that are none": (_promised(extra_by_rank={"0": 3}), "can't be read (TypeError"),
     "another step's": (_taken_from_before(), "its manifest is of step 10;"),
     "another step's promise": (_taken_from_before("manifest.json", "COMMITTED"), "its manifest is of step 10;"),
     "another step's marker": (_altered(lambda content: content.replace(b" 20", b" 10"), "COMMITTED"), "its marker is"),
@@ -894,6 +909,15 @@ def test_checkpoints_behind_a_link_to_what_is_not_there_never_mean_starting_anew
         link.unlink()
         shared.mkdir(exist_ok=True)
     assert Job(str(shared), tmp_path).newest() is None
+
+
+@pytest.mark.parametrize("name", ["COMMITTED", "__0_0.distcp", "manifest.json/below"])
+def test_a_folder_in_the_place_of_a_steps_file_keeps_no_save_out(tmp_path: Path, name: str) -> None:
+    step = tmp_path / "shared/checkpoints/step-00000010"
+    (step / name).mkdir(parents=True)
+    job = Job(str(tmp_path / "shared"), tmp_path)
+    job.save(10)
+    assert job.checkpointer.last_error is None and Job(str(tmp_path / "shared"), tmp_path).newest() == 10
 
 
 def test_a_steps_link_to_what_is_not_there_is_passed_over_with_a_line_and_stays(tmp_path: Path) -> None:

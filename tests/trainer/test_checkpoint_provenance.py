@@ -1,12 +1,16 @@
 """A resume under other code, or of another version of the job, is told; the first trainers' checkpoints are not."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from trainer.checkpoint import provenance
+from trainer.checkpoint import CheckpointInfo, provenance
 from trainer.checkpoint.provenance import told_difference
+from trainer.session import Session
 from trainer_testing.text_job import write_job
 
+from trainyard.errors import InputError
 from trainyard.planner.resolve import resolve
 from trainyard.spec.job import load_job
 
@@ -48,3 +52,11 @@ def test_how_a_job_is_run_makes_no_other_version_of_it(tmp_path: Path) -> None:
     own = digest()
     assert digest("compute.max_hours=7", "recovery.max_resumes=3", "meters.cloudwatch=true") == own
     assert digest("training.seed=1234") != own
+
+
+def test_a_manifest_that_no_trainer_wrote_is_refused_in_one_line() -> None:
+    session: Any = object.__new__(Session)
+    session._runtime = SimpleNamespace(is_first=False)
+    session._checkpointer = SimpleNamespace(load=lambda *_, **__: {"step": 4, "data": {}, "rng": {}})
+    with pytest.raises(InputError, match="checkpoint there: its manifest lacks engine, world_size, ranks_a_stream, so"):
+        session._load(cast(CheckpointInfo, SimpleNamespace(uri="there", step=4)), {})

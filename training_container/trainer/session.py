@@ -46,6 +46,8 @@ from trainyard.spec.meters import LIVE
 from trainyard.spec.retention import flat_metrics
 
 RESULT_FILE = "result.json"
+_RESUMED_FROM = ("engine", "data", "rng", "world_size", "ranks_a_stream")
+"""What every trainer has put into a checkpoint's `extra`."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
 """Between two tries of the last save."""
 
@@ -273,6 +275,11 @@ class Session:
     def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:
         attachments = self._attachments() if self._runtime.is_first else {}
         extra = self._checkpointer.load(info, tensors, attachments=attachments)
+        if lacking := [key for key in _RESUMED_FROM if key not in extra]:
+            raise InputError(
+                f"checkpoint {info.uri}: its manifest lacks {', '.join(lacking)}, so no trainer wrote it: bring back a"
+                " copy of its files, or take its folder away to go on from the one before it"
+            )
         self.strategy.after_load(tensors)
         self.strategy.load_engine_state(extra["engine"])
         self.data.train.load_state_dict(extra["data"])

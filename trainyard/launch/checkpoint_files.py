@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +49,9 @@ class Files(Protocol):
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, in this order."""
+
+    def drop_empty(self, folder: str) -> None:
+        """Remove a folder, those in it and the one it lies in, as far as they hold nothing; a link stays."""
 
     def holder(self) -> str | None:
         """Which running job saves there, as its trainer signed; None: none, or nobody can say (of a bucket)."""
@@ -159,6 +162,14 @@ class _FolderFiles:
             if folder.is_dir() and not any(folder.iterdir()):
                 shutil.rmtree(folder)
 
+    def drop_empty(self, folder: str) -> None:
+        place = self._root / folder
+        if not place.is_symlink():
+            inside = [Path(at) for at, _, _ in os.walk(place, topdown=False)]
+            for one in [*inside, place.parent]:
+                with suppress(OSError):  # it holds something, or is a link
+                    one.rmdir()
+
     def holder(self) -> str | None:
         path = self._root / _CLAIM
         try:
@@ -250,6 +261,9 @@ class _S3Files:
         for name in names:
             with aws_errors("removing", f"{self.root}/{name}"):
                 self._s3.delete_object(Bucket=self._bucket, Key=self._key(name))
+
+    def drop_empty(self, folder: str) -> None:
+        """A bucket has no folders."""
 
     def holder(self) -> str | None:
         return None

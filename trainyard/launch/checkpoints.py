@@ -116,7 +116,7 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         return _with(seen, problem=str(error))
     except TrainyardError as error:
         return _unreadable(seen, error)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # JSON as Python reads it has infinity
         return _with(seen, problem=f"{_MANIFEST} can't be read ({type(error).__name__}: {error})")
     return _with(
         seen,
@@ -328,11 +328,13 @@ def _copy_one(source: Files, sink: Files, checkpoint: Checkpoint, held: Checkpoi
         if not found.is_good:
             raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {found.problem}")
         sink.delete(_in_order_of_removal(sink.sizes(folder)))
+    sink.drop_empty(folder)
     try:
         _bring(source, sink, checkpoint)
     except TrainyardError:
         with contextlib.suppress(TrainyardError):  # what says why is the first error
             sink.delete(_in_order_of_removal(sink.sizes(folder)))
+            sink.drop_empty(folder)
         raise
     return f"{sink.root}/{folder}/"
 

@@ -153,6 +153,8 @@ class Delivery:
                 del names[first]
         if names:
             self._destination.delete(names)
+        if (place := self._destination.folder(folder)) is not None:
+            _remove_empty(place)
 
     def prune(self, newest: int) -> None:
         """Remove what retention no longer keeps when `newest` is committed, or about to be (first rank)."""
@@ -189,6 +191,14 @@ class Delivery:
             except (ManifestError, MissingFileError):  # one that can't be read must not keep the others for good
                 self._values[step] = None
         return self._values[step]
+
+
+def _remove_empty(place: Path) -> None:
+    """The folders in a step's, and that: in the place of a file they would keep the step from being saved."""
+    if not place.is_symlink():
+        for at, _, _ in os.walk(place, topdown=False):
+            with suppress(OSError):  # one that holds something
+                Path(at).rmdir()
 
 
 def attempted(action: Callable[[], Any]) -> str | None:

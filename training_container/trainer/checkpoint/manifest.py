@@ -115,9 +115,9 @@ def parse_manifest(content: bytes) -> Manifest:
             world_size=int(raw["world_size"]),
             files=tuple(ShardFile(file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in raw["shards"]),
             extra=dict(raw["extra"]),
-            extra_by_rank=dict(raw.get("extra_by_rank", {})),
+            extra_by_rank={str(rank): dict(own) for rank, own in dict(raw.get("extra_by_rank", {})).items()},
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:  # JSON as Python reads it has infinity
         raise ManifestError(f"{MANIFEST} can't be read ({type(error).__name__}: {error})") from None
 
 
