@@ -146,12 +146,12 @@ def test_a_save_that_is_tried_again_says_the_best_that_it_brings() -> None:
 
 def test_a_last_save_that_came_at_the_second_try_says_that_it_is_the_best(tmp_path: Path) -> None:
     job, there = write_job(tmp_path, "single", steps=2, validation_every_steps=2), tmp_path / "shared"
-    there.mkdir()
-    (there / "checkpoints").symlink_to(tmp_path / "nowhere")  # nothing can be written there, and nothing is
+    (there / "checkpoints").mkdir(parents=True)
+    (there / "checkpoints/step-00000002").touch()  # no step can be saved there
     settings = [f"checkpoint.destination={there}", "checkpoint.keep_best.metric=validation_loss"]
     (rank,) = start_trainer(1, job, tmp_path / "out", *(word for value in settings for word in ("--set", value)))
     read_until(rank, "checkpoint step=2 not committed")
-    (there / "checkpoints").unlink()
+    (there / "checkpoints/step-00000002").unlink()
     ((code, output),) = finish([rank], timeout_seconds=600)
     assert code == 0, output
     extra = json.loads((there / "checkpoints/step-00000002/manifest.json").read_text())["extra"]
