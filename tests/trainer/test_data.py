@@ -497,6 +497,19 @@ def test_a_token_that_the_tokenizer_lacks_is_not_cut_up_as_text(tmp_path: Path, 
         JsonTokenizer(folder / "tokenizer.json")
 
 
+@pytest.mark.parametrize("limit", [0, 1])
+def test_null_is_no_text_in_any_format(tmp_path: Path, limit: int) -> None:
+    parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
+    for kind, place in (("parquet", "a.parquet: row 2"), ("jsonl", "a.jsonl:2")):
+        data = {"train": [source(tmp_path / f"a.{kind}", kind)], "max_bad_records": limit}
+        if not limit:
+            with pytest.raises(InputError, match=f"{place}: field 'text' must be a string, is NoneType"):
+                build(resolved(data), tmp_path / kind)
+        else:
+            assert build(resolved(data), tmp_path / kind).describe()["bad_records"] == {"data.train": 1}
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [

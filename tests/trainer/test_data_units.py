@@ -78,7 +78,7 @@ def test_masks_of_units_are_put_together_to_the_bit(tmp_path: Path, monkeypatch:
 
 def test_parquet_is_cut_at_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.parquet"
-    texts = [f"text {number}" for number in range(100)] + [None]
+    texts = [f"text {number}" for number in range(100)] + [""]
     parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=10)
     one = DataSource(path=str(path), format="parquet")
     whole = open_token_cache([one], ByteTokenizer(), tmp_path / "whole")

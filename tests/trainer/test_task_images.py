@@ -329,7 +329,9 @@ def test_the_same_images_at_any_number_of_ranks_and_after_a_resume(shards: Path,
         data.close()
 
 
-def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(tmp_path: Path) -> None:
+def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     samples = list(classified(24, seed=1))
     samples[3]["png"] = b"torn"
     samples[5]["cls"] = b"17"
@@ -352,6 +354,9 @@ def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(tmp_path: Path) 
         "no class",
     ]
     assert all(word in "; ".join(table.bad.named) for word in words)
+    told = [line for line in "".join(capfd.readouterr()).splitlines() if "bad record left out" in line]
+    assert len(told) == 3, "once each, as they are met"
+    assert all(any(word in line for line in told) for word in words)
     with pytest.raises(InputError, match=r"data\.train: more bad records than data\.max_bad_records \(2\).*0000-00003"):
         build(image_job(tmp_path, data={"validation": [], "max_bad_records": 2}), tmp_path / "cache")
 

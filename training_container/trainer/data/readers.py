@@ -138,18 +138,12 @@ class Unit:
         try:
             for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=wanted):
                 for row in batch.to_pylist():
-                    yield Record(number, self._row_of_parquet(row))
+                    yield Record(number, {name: _without_nulls(value) for name, value in row.items()})
                     number += 1
         except ValueError as error:
             if isinstance(error, InputError):
                 raise
             raise _no_parquet(self.file, error) from None
-
-    def _row_of_parquet(self, row: dict[str, Any]) -> dict[str, Any]:
-        source = self.source
-        if source.messages_field is None and source.prompt_field is None and row[source.text_field] is None:
-            return {source.text_field: ""}  # a row without text is an empty document
-        return {name: _without_nulls(value) for name, value in row.items()}
 
 
 def files_of(source: DataSource, *, streaming: bool = False) -> list[DataFile]:

@@ -23,9 +23,10 @@ from trainer.heartbeat import beat
 from trainyard.errors import InputError
 
 _FORMAT_VERSION = 1
-_READERS = {"text": 2}
+_READERS = {"text": 2, "parquet": 2}
 """By format, the version of its reader: one more whenever it finds other text in the same bytes, or a cache from before
-would go on with the old tokens. Text 2: a byte order mark at a file's begin is no text. 1 where none is named."""
+would go on with the old tokens. Text 2: a byte order mark at a file's begin is no text. Parquet 2: null is no empty
+text. 1 where none is named."""
 _BATCH_CHARACTERS = 1 << 20
 _COPY_TOKENS = 1 << 20
 MOST_OPEN_IDS = 1 << 28

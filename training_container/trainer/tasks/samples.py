@@ -19,6 +19,7 @@ from trainer.data.bad_records import BadRecordError, BadRecords
 from trainer.data.s3_files import PartCache
 from trainer.data.stream import Positions
 from trainer.data.webdataset import ShardIndex
+from trainer.speech import say
 from trainer.tasks.images import IMAGE_EXTENSIONS
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
@@ -113,7 +114,10 @@ class SampleTable(ABC):
             with self._lock:
                 if row not in self.bad_rows:
                     self.bad_rows.add(row)
+                    num_named = len(self.bad.named)
                     self.bad.add(lambda: index.place(number), str(error))
+                    if len(self.bad.named) > num_named:
+                        say(f"{self.where} bad record left out: {self.bad.named[-1]}")
             return None
 
     @abstractmethod
