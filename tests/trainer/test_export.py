@@ -1,11 +1,13 @@
 """`trainyard export` and back: equal weights and logits, shards as told, and far less memory than the model has bytes.
 
-The file is also the program whose memory is measured: `python -m test_export CHECKPOINTS TO`.
+The file is also the program whose memory is measured: `python -m test_export CHECKPOINTS TO [--merge]`.
 """
 
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from trainer.checkpoint.base_model import base_model_digest
+from trainer.checkpoint.base_model import base_model_digest, weights_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.export import Export, export
-from trainer.export_merged import merged_groups
-from trainer.export_weights import Described, write_shards
 from trainer.models.build import build_model
 from trainer.models.described import describe_model
 from trainer_testing.checkpoints import save_checkpoint
 from trainer_testing.distributed import TESTS
 from trainer_testing.families import FAMILIES, adapter
-from trainer_testing.support_table import save_sources, source_of
+from trainer_testing.support_table import UNTABLED, save_sources, source_of
 from trainer_testing.text_job import run_trainer, write_job
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
@@ -33,7 +33,7 @@ from trainyard.cli.app import run
 from trainyard.cli.exporting import run_export
 from trainyard.errors import InputError, JobFailedError
 from trainyard.planner import resolve
-from trainyard.spec.job import AdapterSpec, load_job
+from trainyard.spec.job import load_job
 
 TOKENS = torch.arange(8)[None]
 
@@ -231,12 +231,22 @@ def test_a_chat_template_of_the_jobs_own_goes_along(tmp_path: Path) -> None:
     assert read.apply_chat_template(chat, tokenize=False) == "ours: hello \u00e9", "from another place, too"
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT-2, tied"])
+def without_prefix(source: Path) -> None:
+    """Names as OpenAI's own files of GPT-2 have them: those of the model without its head."""
+    path = source / "model.safetensors"
+    save_file({name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2, tied", "GPT-2, published", "Mixtral"])
 def test_a_merged_adapter_is_the_model_that_was_trained(tmp_path: Path, family: str) -> None:
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    family, is_published = family.replace("published", "tied"), "published" in family
     save_sources(tmp_path, [family])
     source = source_of(tmp_path, family)
+    if is_published:
+        without_prefix(source)
     job = tiny_job("single", 1, source=str(source), adapter=adapter(family, "lora"))
     model = build_model(job, vocab_size=VOCAB_SIZE).eval()
     trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
@@ -245,49 +255,122 @@ def test_a_merged_adapter_is_the_model_that_was_trained(tmp_path: Path, family: 
     described = describe_model(job.spec, model) | {"base": base_model_digest(job)}
     save_checkpoint(tmp_path / "job", trained, described)
     assert export(Export(str(tmp_path / "job"), tmp_path / "merged", merge=True))["kind"] == "merged model"
-    with pytest.raises(InputError, match="is not the base that the adapter was trained upon"):
-        export(Export(str(tmp_path / "job"), tmp_path / "other", merge=True, base=tmp_path / "merged"))
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    export(Export(str(tmp_path / "job"), tmp_path / "adapter"))
+    read, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
     plain = AutoModelForCausalLM.from_pretrained(source).eval()
     with torch.no_grad():
-        torch.testing.assert_close(read(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(plain(TOKENS).logits, model(TOKENS).logits, atol=1e-2)
+        logits = read.eval()(TOKENS).logits
+        torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(plain(TOKENS).logits, logits, atol=1e-2)
+        theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+        torch.testing.assert_close(logits, theirs(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_part_of_a_model_that_also_sees_is_merged(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    text = UNTABLED["qwen3_5_text"] | {"vocab_size": VOCAB_SIZE}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sees)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
+    lora = {"kind": "lora", "rank": 4, "targets": ["q_proj", "in_proj_qkv"]}
+    job = tiny_job("single", 1, source=str(tmp_path / "base"), adapter=lora)
+    model = build_model(job, vocab_size=VOCAB_SIZE).eval()
+    trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for tensor in trained.values():
+        tensor.normal_(std=0.3)
+    save_checkpoint(tmp_path / "job", trained, describe_model(job.spec, model))
+    export(Export(str(tmp_path / "job"), tmp_path / "merged", merge=True))
+    read, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(loading.values())
+    assert json.loads((tmp_path / "merged/config.json").read_text())["model_type"] == "qwen3_5_text", "it sees no more"
+    with torch.no_grad():
+        torch.testing.assert_close(read.eval()(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_another_base_is_refused_in_one_line(tmp_path: Path) -> None:
+    job = saved_adapter(tmp_path)
+    model = build_model(tiny_job("single", 1, model=FAMILIES["Llama"]), vocab_size=VOCAB_SIZE)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "same shapes")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"--base .*: is no model's folder on this machine"):
-        export(Export(str(tmp_path / "job"), tmp_path / "other", merge=True, base=tmp_path / "empty"))
+    for base, told in (
+        ("same shapes", r"--base .*: is not the base that the adapter was trained upon"),
+        ("empty", r"--base .*: is no model's folder on this machine"),
+    ):
+        with pytest.raises(InputError, match=told):
+            export(Export(str(job), tmp_path / "other", merge=True, base=tmp_path / base))
+    save_checkpoint(tmp_path / "old", *adapter_tensors(tmp_path))  # from before checkpoints had fingerprints
+    save_sources(tmp_path, ["GPT-2"])
+    for base, told in (
+        (source_of(tmp_path, "GPT-2"), r"--base .*: is a GPT2LMHeadModel, the checkpoint is of a LlamaForCausalLM"),
+        (without(tmp_path / "same shapes", "model.norm.weight"), r"--base .*: its files have no model\.norm\.weight"),
+    ):
+        with pytest.raises(InputError, match=told) as caught:
+            export(Export(str(tmp_path / "old"), tmp_path / "other", merge=True, base=base))
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "other").exists()
+
+
+def adapter_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Of an adapter on a Llama in the folder, and what its checkpoint says."""
+    save_sources(folder, ["Llama"])
+    job = tiny_job("single", 1, source=str(source_of(folder, "Llama")), adapter=adapter("Llama", "lora"))
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    return trained, describe_model(job.spec, model)
+
+
+def saved_adapter(folder: Path) -> Path:
+    """The checkpoint of an adapter, with its base's fingerprint."""
+    tensors, described = adapter_tensors(folder)
+    digest = weights_digest(source_of(folder, "Llama"))
+    save_checkpoint(folder / "job", tensors, described | {"base": digest})
+    return folder / "job"
+
+
+def without(folder: Path, name: str) -> Path:
+    """The folder, its files without that tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def test_a_base_is_merged_as_transformers_reads_it(tmp_path: Path) -> None:
     """Beside its weights there may be the same ones in half precision, or shards of an earlier save."""
-    base = tmp_path / "base"
-    base.mkdir()
-    trained = {f"a.lora_{letter}.default.weight": torch.ones(4, 4) for letter in "AB"}
-    described = [Described(name, (4, 4), torch.float32) for name in trained]
+    trained, described = adapter_tensors(tmp_path)
+    for tensor in trained.values():
+        tensor.fill_(0.5)
+    save_checkpoint(tmp_path / "job", trained, described)
+    base, name, added = source_of(tmp_path, "Llama"), "model.layers.0.self_attn.q_proj.weight", 4 * 0.25 * 8
+    assert (described["adapter"]["rank"], described["adapter"]["alpha"]) == (4, 32)
 
-    def merged() -> dict[str, torch.Tensor]:
-        settings = AdapterSpec(kind="lora", rank=4, alpha=4)
-        groups = merged_groups(base, settings, {"model_type": "llama"}, described, trained.__getitem__)
-        write_shards(tmp_path, groups, stem="model", max_shard_bytes=1 << 20)
-        return load_file(tmp_path / "model.safetensors")
+    def merged(number: int) -> torch.Tensor:
+        export(Export(str(tmp_path / "job"), tmp_path / f"merged{number}", merge=True, base=base))
+        return load_file(tmp_path / f"merged{number}" / "model.safetensors")[name]
 
-    shards = {1: "a.weight", 2: "b.weight"}
-    for number, name in shards.items():
-        save_file({name: torch.eye(4)}, base / f"model-0000{number}-of-00002.safetensors")
-    assert set(merged()) == set(shards.values()), "without an index all of them"
-    save_file({"a.weight": torch.zeros(4, 4)}, base / "model-00001-of-00003.safetensors")
-    index = {"weight_map": {name: f"model-0000{number}-of-00002.safetensors" for number, name in shards.items()}}
+    tensors = load_file(base / "model.safetensors")
+    save_file({each: tensor.half() for each, tensor in tensors.items()}, base / "model.fp16.safetensors")
+    save_file(tensors | {name: tensors[name] * 3}, base / "model-00001-of-00003.safetensors")
+    torch.testing.assert_close(merged(0), tensors[name] + added)
+    others = {each: tensor for each, tensor in tensors.items() if each != name}
+    shards = {"model-00001-of-00002.safetensors": others, "model-00002-of-00002.safetensors": {name: tensors[name] * 2}}
+    for file, content in shards.items():
+        save_file(content, base / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {each: file for file, content in shards.items() for each in content}}
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(merged()["a.weight"], torch.eye(4) + 4)
-    save_file({"a.weight": torch.eye(4) * 2}, base / "model.safetensors")
-    save_file({"a.weight": torch.eye(4).half()}, base / "model.fp16.safetensors")
-    assert torch.equal(merged()["a.weight"], torch.eye(4) * 2 + 4)
-    save_file({"a.weight": torch.eye(4).to(torch.float8_e4m3fn)}, base / "model.safetensors")
-    with pytest.raises(InputError, match=r"model.safetensors: a.weight is stored as F8_E4M3, which no merge takes"):
-        merged()
     (base / "model.safetensors").unlink()
-    (base / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(InputError, match=r"index.json: is no index of weights"):
-        merged()
+    torch.testing.assert_close(merged(1), tensors[name] * 2 + added)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, base / "model.safetensors")
+    with pytest.raises(InputError, match=rf"--base .*: {name} is stored as float8_e4m3fn"):
+        merged(2)
+    (base / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InputError, match=r"--base .*: .*[Hh]eader"):
+        merged(2)
+    assert not (tmp_path / "merged2").exists()
 
 
 def test_only_weights_are_read_and_an_altered_one_is_not_written(
@@ -333,6 +416,23 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     assert 0 < grown < num_bytes / 3, f"{grown >> 20} MiB more memory for a model of {num_bytes >> 20} MiB"
 
 
+@pytest.mark.slow
+def test_a_base_model_stays_in_its_files(tmp_path: Path) -> None:
+    """Pages of files that are mapped don't count: the system takes them back when it needs them."""
+    config = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    new = build_model(tiny_job("single", 1, model={"model_type": "llama", **config}), vocab_size=VOCAB_SIZE)
+    new.save_pretrained(tmp_path / "base")
+    job = tiny_job("single", 1, source=str(tmp_path / "base"), adapter=adapter("Llama", "lora"))
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    save_checkpoint(tmp_path / "job", trained, describe_model(job.spec, model))
+    command = [sys.executable, "-m", "test_export", str(tmp_path / "job"), str(tmp_path / "hf"), "--merge"]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True, timeout=600)
+    num_bytes, grown = (tmp_path / "hf/model.safetensors").stat().st_size, int(done.stdout.splitlines()[-1])
+    assert num_bytes > 150 << 20
+    assert 0 < grown < num_bytes / 6, f"{grown >> 20} MiB more memory for a model of {num_bytes >> 20} MiB"
+
+
 @pytest.mark.parametrize(
     ("extra", "names", "told"),
     [
@@ -371,15 +471,37 @@ def test_a_newer_checkpoint_that_was_passed_over_is_told(
 
 
 def memory(name: str) -> int:
-    """VmRSS or VmHWM (its peak) of this process, bytes. Not ru_maxrss, which a child inherits from its parent."""
+    """VmRSS, VmHWM (its peak) or RssAnon of this process, bytes. Not ru_maxrss, which a child inherits."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
     return int(line.split()[1]) << 10
+
+
+def anonymous_growth(act: Callable[[], object]) -> int:
+    """By how many bytes memory that no file backs grew at most, meanwhile: the system keeps no peak of it."""
+    seen, is_done = [memory("RssAnon")], threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(0.002):
+            seen.append(memory("RssAnon"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        act()
+    finally:
+        is_done.set()
+        thread.join()
+    return max(seen) - seen[0]
 
 
 if __name__ == "__main__":
     from transformers.models.llama import modeling_llama  # noqa: F401 - what is loaded late is no part of the export
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of imports
-    before = memory("VmRSS")
-    export(Export(sys.argv[1], Path(sys.argv[2])))
-    print(memory("VmHWM") - before)
+    checkpoints, to, *options = sys.argv[1:]
+    if options == ["--merge"]:
+        print(anonymous_growth(lambda: export(Export(checkpoints, Path(to), merge=True))))
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of imports
+        before = memory("VmRSS")
+        export(Export(checkpoints, Path(to)))
+        print(memory("VmHWM") - before)

@@ -14,8 +14,9 @@ from trainer.data.chat import ChatTemplate
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
-from trainer.tasks.vision_language import Conversations, ImageTokens, VisionLanguage
-from trainer_testing.image_shards import SIZE, captioned, classified, image_job, write_shards
+from trainer.tasks.vision_language import Conversations, ImageTokens
+from trainer_testing.image_shards import captioned, classified, write_shards
+from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, SIGLIP_QWEN, resolved, save_source, vlm_job
 from trainer_testing.pool import run_pooled
 from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import rows_of
@@ -24,36 +25,8 @@ from transformers import AutoModelForImageTextToText
 from trainyard.errors import InputError
 from trainyard.planner import resolve
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.job import JobSpec
 
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIZE,
-    "patch_size": 8,
-}
-LANGUAGE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-}
-CLIP_LLAMA = {
-    "model_type": "llava",
-    "vision_config": TOWER | {"model_type": "clip_vision_model"},
-    "text_config": LANGUAGE | {"model_type": "llama"},
-}
-SIGLIP_QWEN = {
-    "model_type": "llava",
-    "vision_config": TOWER | {"model_type": "siglip_vision_model"},
-    "text_config": LANGUAGE | {"model_type": "qwen2"},
-    "vision_feature_select_strategy": "full",
-    "vision_feature_layer": -1,
-}
 FP64, FP32 = 1e-12, 1e-5
 PLAIN_TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -64,16 +37,6 @@ PARTS_TEMPLATE = (
     "<image>\n{% endfor %}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}"
     "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-
-
-def vlm_job(folder: Path, **sections: Any) -> dict[str, Any]:
-    """The picture job's sections, for a LLaVA without a tokenizer (bytes)."""
-    training = {"optimizer": {"kind": "adamw"}, "learning_rate": 5e-3} | sections.pop("training", {})
-    data = {"sequence_length": 64, "packing": False} | sections.pop("data", {})
-    base = {"task": "vision_language", "model": {"config": CLIP_LLAMA}, "images": {"decode_threads": 2}}
-    job = image_job(folder, **(base | sections), training=training, data=data)
-    job["images"].pop("size")
-    return job
 
 
 @pytest.fixture(scope="module")
@@ -124,28 +87,6 @@ def compare(
         assert result["layout"] == request.layout
         if name == "lora":
             assert all("lora_" in weight for weight in result["names"])
-
-
-def save_source(folder: Path, shards: Path) -> None:
-    """A LLaVA directory as Hugging Face writes it, with a word tokenizer that knows <image>."""
-    words = ["<unk>", "</s>", "<image>", "which", "colour?", "a", "patch", "red", "green", "blue", "grey"]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<image>", "</s>"])
-    job = resolved(vlm_job(shards, model={"config": with_words(CLIP_LLAMA, len(words))}), 1)
-    from trainer.models.deferred_weights import fill
-
-    model = fill(VisionLanguage().build_model(job), device=torch.device("cpu"))
-    model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def with_words(config: dict[str, Any], size: int) -> dict[str, Any]:
-    return config | {"text_config": config["text_config"] | {"vocab_size": size}, "image_token_index": 2}
-
-
-def resolved(job: dict[str, Any], world_size: int) -> ResolvedJob:
-    return resolve(parse(JobSpec, job, "job"), world_size=world_size)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@
     --step N               default: the newest good one
     --average              the running average of the weights (training.optimizer.average_decay)
     --merge                an adapter put into its base model, instead of the adapter alone in peft's format
-    --base FOLDER          the base model of --merge, where it isn't at the job's model.source any more
+    --base FOLDER          the base model of --merge, and of what was frozen, where it isn't at model.source any more
     --tokenizer FOLDER     whose tokenizer goes along; default: the job's
     --dtype float32|bfloat16|float16    default: as saved
 
@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from trainer.checkpoint import Checkpointer
-from trainer.checkpoint.base_model import weights_digest
+from trainer.checkpoint.base_model import FROZEN
 from trainer.checkpoint.destination import DestinationError, MissingFileError, open_destination, with_retries
 from trainer.checkpoint.reading import AlteredError
 from trainer.checkpoint.restore import OpenStep
-from trainer.export_layouts import adapter_groups, model_groups, write_adapter_config
+from trainer.export_base import BaseFolder, read_base, with_frozen
+from trainer.export_layouts import Read, adapter_groups, model_groups, write_adapter_config
 from trainer.export_merged import merged_groups
 from trainer.export_weights import Described, Group, keep, write_shards
 from trainer.optimizers.router_bias import BUFFER as ROUTER_BIAS
@@ -208,14 +209,19 @@ def _write(asked: Export, step: OpenStep, folder: Path, *, finished: Callable[[P
     if not any(_is_adapter(tensor.name) for tensor in described):
         if asked.merge:
             raise InputError(f"--merge: {step.uri} holds a whole model, no adapter; leave the option out")
-        groups, kind, stem = _of_model(config, extra.get("model_class"), described, read, folder), "model", "model"
+        groups, kind, stem = _of_model(config, extra, described, read, folder, asked.base), "model", "model"
     else:
         adapter, source = _adapter_of(step)
         if asked.merge:
-            base = _base_folder(asked.base, source)
-            _check_base(base, extra.get("base"))
-            groups, stem, kind = merged_groups(base, adapter, config, described, read), "model", "merged model"
-            shutil.copyfile(base / "config.json", folder / "config.json")
+            base = BaseFolder.of(asked.base, source, why="--merge")
+            mend = "give --base FOLDER, or leave --merge out and let peft merge it"
+            base.check(extra.get("base"), what="the adapter", mend=mend)
+            model = read_base(base, extra.get("model_class"))
+            groups, stem, kind = merged_groups(model, adapter, described, read), "model", "merged model"
+            if base.is_whole(config):
+                shutil.copyfile(base.path / "config.json", folder / "config.json")
+            else:
+                _write_config(folder, config, model.model)
         else:
             groups, stem, kind = adapter_groups(described, read), "adapter_model", "adapter"
             write_adapter_config(folder, adapter, base_model=source)
@@ -243,8 +249,8 @@ def _stored(step: OpenStep, *, average: bool) -> list[tuple[Described, str]]:
     saved = {name: entry for name, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
     found: dict[str, str] = {}
     for name in saved:
-        if name.startswith(_MODEL):
-            found[name.removeprefix(_MODEL)] = name
+        if name.startswith((_MODEL, FROZEN)):
+            found[name.removeprefix(_MODEL).removeprefix(FROZEN)] = name
     if average:
         averages = {
             name.removeprefix(_OPTIMIZER).removesuffix(_AVERAGE): name
@@ -257,7 +263,7 @@ def _stored(step: OpenStep, *, average: bool) -> list[tuple[Described, str]]:
     return [(Described(name, tuple(saved[key].size), saved[key].properties.dtype), key) for name, key in found.items()]
 
 
-def _reader(step: OpenStep, stored: Sequence[tuple[Described, str]]) -> Callable[[str], torch.Tensor]:
+def _reader(step: OpenStep, stored: Sequence[tuple[Described, str]]) -> Read:
     keys = {tensor.name: key for tensor, key in stored}
     return lambda name: step.tensor(keys[name])
 
@@ -268,18 +274,23 @@ def _is_adapter(name: str) -> bool:
 
 def _of_model(
     config: dict[str, Any],
-    class_name: str | None,
+    extra: dict[str, Any],
     tensors: Sequence[Described],
-    read: Callable[[str], torch.Tensor],
+    read: Read,
     folder: Path,
+    base: Path | None,
 ) -> list[Group]:
-    model = _outline(config, class_name)
-    groups = model_groups(model, tensors, read)
-    content = config | {"architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    model = _outline(config, extra.get("model_class"))
+    groups = model_groups(model, *with_frozen(model, tensors, read, extra, base))
+    _write_config(folder, config, model)
     if model.can_generate():
         GenerationConfig.from_model_config(model.config).save_pretrained(folder)
     return groups
+
+
+def _write_config(folder: Path, config: dict[str, Any], model: PreTrainedModel) -> None:
+    content = config | {"architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _outline(config: dict[str, Any], class_name: str | None) -> PreTrainedModel:
@@ -305,25 +316,6 @@ def _adapter_of(step: OpenStep) -> tuple[AdapterSpec, str]:
     if settings is None or source is None:
         raise InputError(f"{step.uri}: holds an adapter and doesn't say of what: it was saved by an older trainer")
     return AdapterSpec.model_validate(settings), str(source)
-
-
-def _base_folder(given: Path | None, source: str) -> Path:
-    folder = given or Path(source)
-    if not (folder / "config.json").is_file():
-        what = f"--base {given}" if given is not None else f"--merge: model.source {source}"
-        raise InputError(f"{what}: is no model's folder on this machine; give the base model's with --base FOLDER")
-    return folder
-
-
-def _check_base(base: Path, saved: str | None) -> None:
-    """InputError where the adapter was trained upon other weights: the same shapes alone are no sign."""
-    own = weights_digest(base)
-    if saved is not None and own is not None and own != saved:
-        raise InputError(
-            f"--merge: {base} is not the base that the adapter was trained upon (fingerprint {own[:12]}, the"
-            f" checkpoint's is {saved[:12]}; the same weights in other files count as another); give --base FOLDER, or"
-            " leave --merge out and let peft merge it"
-        )
 
 
 def _in_type(groups: Sequence[Group], dtype: torch.dtype, kept: Sequence[str]) -> list[Group]:
@@ -417,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="default: the newest good one")
     parser.add_argument("--average", action="store_true", help="the running average (training.optimizer.average_decay)")
     parser.add_argument("--merge", action="store_true", help="put the adapter into its base model")
-    parser.add_argument("--base", type=Path, help="folder of the base model; default: the job's model.source")
+    parser.add_argument("--base", type=Path, help="folder of the model that was begun with; default: model.source")
     parser.add_argument("--tokenizer", help="folder whose tokenizer goes along; default: the job's")
     parser.add_argument("--beside", action="append", default=[], help="where else the job's tokenizer may lie: s3://")
     parser.add_argument("--dtype", choices=sorted(DTYPE_NAMES), help="type of the weights; default: as saved")

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from trainer.checkpoint.base_model import FREEZABLE
 from trainer.export_weights import Described, Group
 from trainer.models.adapters import adapter_configuration, name_in_peft
 from trainyard.errors import InputError
@@ -55,10 +56,18 @@ def _check_whole(model: PreTrainedModel, tensors: Sequence[Described]) -> None:
             raise InputError(
                 f"{name} has shape {list(held[name])} in the checkpoint, {list(parameter.shape)} by its configuration"
             )
-    missing = [name for name, _ in model.named_parameters() if name not in held]
-    if missing:
+    if missing := lacking(model, tensors):
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise InputError(f"the checkpoint holds no {', '.join(missing[:_SHOWN])}{more}: it is not of the whole model")
+        cause = "it is not of the whole model"
+        if all(FREEZABLE in name for name in missing):
+            cause = "an earlier trainer saved no frozen weights; train a step more with this one, and export that"
+        raise InputError(f"the checkpoint holds no {', '.join(missing[:_SHOWN])}{more}: {cause}")
+
+
+def lacking(model: PreTrainedModel, tensors: Sequence[Described]) -> list[str]:
+    """What of the model is not among the tensors."""
+    held = {tensor.name for tensor in tensors}
+    return [name for name, _ in model.named_parameters() if name not in held]
 
 
 def adapter_groups(tensors: Sequence[Described], read: Read) -> list[Group]:

@@ -34,7 +34,7 @@ AverageOption = Annotated[
 ]
 MergeOption = Annotated[bool, typer.Option("--merge", help="Put an adapter into its base model.")]
 BaseOption = Annotated[
-    Path | None, typer.Option("--base", metavar="DIR", help="The base model of --merge; default: the job's source.")
+    Path | None, typer.Option("--base", metavar="DIR", help="The model that was begun with; default: the job's source.")
 ]
 TokenizerOption = Annotated[
     str | None, typer.Option("--tokenizer", metavar="DIR", help="Whose tokenizer goes along; default: the job's.")
@@ -287,7 +287,8 @@ def run_export(checkpoints: str, arguments: list[str], variables: dict[str, str]
     )
     if done.returncode == 0:
         for line in done.stderr.splitlines():
-            if line.startswith("checkpoint "):  # one that was passed over: what is written is not the newest
+            # A checkpoint that was passed over: what is written is not the newest. What of a base model is left out.
+            if line.startswith(("checkpoint ", "warning: ")):
                 print(line, file=sys.stderr)
         written: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return written

@@ -1,4 +1,4 @@
-"""Which frozen weights a job trains upon: checkpoints hold what is trained alone, and are nothing upon others."""
+"""Which frozen weights a job trains upon: where files hold them, checkpoints don't, and are nothing upon others."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,12 +14,24 @@ _SAMPLE_BYTES = 64 << 10
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 
+FROZEN = "frozen."
+"""Begins the names, in a checkpoint, of weights that are not trained and that no file has: see `keeps_frozen`."""
+FREEZABLE = "vision_tower."
+"""In the names of what a job may freeze of a model that it trains whole."""
+
 
 def base_model_digest(job: ResolvedJob) -> str | None:
     """What tells one frozen model from another, hex; None where nothing is frozen, or the source has no weights."""
     model = job.spec.model
-    is_frozen = model.adapter is not None or (job.spec.images is not None and job.spec.images.freeze_vision)
+    # A tower's last layers lie behind the output that is taken, and are never trained.
+    is_frozen = model.adapter is not None or job.spec.task == "vision_language"
     return weights_digest(Path(model.source)) if is_frozen and model.source is not None else None
+
+
+def keeps_frozen(job: ResolvedJob) -> bool:
+    """Whether checkpoints hold what is frozen too: of a model made from a configuration, whose frozen weights began as
+    random numbers. The seed makes the same ones again only as long as the library initializes as it does today."""
+    return job.spec.model.source is None
 
 
 def weights_digest(folder: Path) -> str | None:

@@ -43,7 +43,7 @@ from trainer.checkpoint.manifest import (
     step_of,
 )
 from trainer.checkpoint.needs import Needs
-from trainer.checkpoint.reading import AlteredError, left_weights, mismatch, weights_asked_for
+from trainer.checkpoint.reading import AlteredError, left_weights, mismatch, weights_asked_for, without_unsaved
 from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
 from trainer.checkpoint.saving import Save, Saver
 from trainer.heartbeat import beat
@@ -538,6 +538,7 @@ class Checkpointer:
     def _needs(self, info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> Needs:
         """What these tensors need of it; InputError, on every rank, where it doesn't hold some rank's."""
         index = self._together(info, lambda: _index_of(info))
+        tensors = without_unsaved(index, tensors)
         said = self._group.gather_everywhere((mismatch(index, tensors), weights_asked_for(index, tensors)))
         problem = next((found for found, _ in said if found is not None), None)
         problem = problem or left_weights(index, [asked for _, asked in said])

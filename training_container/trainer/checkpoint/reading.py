@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from trainer.checkpoint.base_model import FROZEN
 from trainer.checkpoint.blocks import BLOCKS_SUFFIX, BlockTable, parse_blocks, unhashed_blocks
 from trainer.checkpoint.destination import Destination
 from trainer.checkpoint.disk import read_at
@@ -343,6 +344,13 @@ _OTHER_MATRICES = (
     "an earlier trainer's Muon took these for matrices, which they are not: go on with that trainer's image, or train"
     " on from its export as model.source, with another checkpoint.destination"
 )
+
+
+def without_unsaved(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The tensors but for frozen ones, where the checkpoint is of a trainer that saved none: they stay as they are."""
+    if any(name.startswith(FROZEN) for name in index.state_dict_metadata):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(FROZEN)}
 
 
 def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None:

@@ -50,6 +50,7 @@ from trainer.checkpoint.reading import (
     left_weights,
     mismatch,
     weights_asked_for,
+    without_unsaved,
 )
 from trainer.heartbeat import beat
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
@@ -343,6 +344,7 @@ class Restorer:
         may not have it, or why it can't be read; and which of its weights this rank asks for.
         """
         try:
+            tensors = without_unsaved(reader.index, tensors)
             stranger = mismatch(reader.index, tensors)
             if stranger is not None:
                 refused = f"checkpoint {self._uri(step)}: {stranger}"

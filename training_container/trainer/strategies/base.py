@@ -86,7 +86,8 @@ class Strategy(ABC):
         """Live references under canonical names, the same for every engine and world size.
 
         model.<Hugging Face name>, optim.<name>.exp_avg, optim.<name>.exp_avg_sq (float32, each a whole tensor, a
-        DTensor or a FlatShard) and optim.step. torch.distributed.checkpoint can save them and load in place.
+        DTensor or a FlatShard) and optim.step; frozen.<name>, of the type that it computes in, where no file has what
+        is frozen (`keeps_frozen`). torch.distributed.checkpoint can save them and load in place.
         """
 
     @abstractmethod

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.checkpoint.base_model import FROZEN, keeps_frozen
 from trainer.losses.head import choices_of, plan_loss
 from trainer.losses.head import install as install_loss_head
 from trainer.models.deferred_weights import fill
@@ -171,7 +172,9 @@ class TorchStrategy(Strategy):
             tensors |= persistent_buffers(part)
         for name, parameter in self._named_parameters():
             if not parameter.requires_grad:
-                continue  # frozen under an adapter: it comes from the model's source
+                if keeps_frozen(self._job):  # else it comes from the model's source
+                    tensors[FROZEN + name] = parameter.detach()
+                continue
             tensors[f"model.{name}"] = parameter.detach()
             for moment, values in moments_of(self._optimizer, parameter).items():
                 tensors[f"optim.{name}.{moment}"] = values

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer.checkpoint.base_model import FROZEN, keeps_frozen
 from trainer.losses.head import choices_of, plan_loss
 from trainer.losses.head import install as install_loss_head
 from trainer.models.build import transformer_blocks
@@ -186,6 +187,7 @@ class ZeroStrategy(Strategy):
             tensors[f"model.{fragment.name}"] = FlatShard(fragment.weight, fragment.shape, fragment.start)
             for moment, values in fragment.moments.items():
                 tensors[f"optim.{fragment.name}.{moment}"] = FlatShard(values, fragment.shape, fragment.start)
+        tensors |= {FROZEN + name: values for name, values in self._frozen()}
         tensors["optim.step"] = self._steps()[0].detach().clone().cpu()
         return tensors
 
@@ -283,12 +285,28 @@ class ZeroStrategy(Strategy):
             return
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
-                continue  # frozen under an adapter: it comes from the model's source
+                continue  # see _frozen
             if self._stage == 0:
                 moments = {moment: self._inner().state[parameter][moment].flatten() for moment in MOMENTS}
                 yield _Fragment(name, self._shapes[name], 0, parameter.detach().flatten(), moments)
             else:
                 yield self._mapped_fragment(name, parameter)
+
+    def _frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not trained and no file has. Stage 3 cuts it as it cuts the rest, and where that is on an NVMe disk
+        there is no memory to show: it is left out."""
+        if not keeps_frozen(self._job) or self._job.parallelism.zero.offload_parameters == "nvme":
+            return
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                yield name, self._own_part(name, parameter) if self._stage == 3 else parameter.detach()
+
+    def _own_part(self, name: str, parameter: Any) -> FlatShard:
+        """Stage 3: this rank's part of a weight as it computes; the last ones are padded."""
+        part = parameter.ds_tensor.detach()
+        start = min(self.data_parallel_rank * part.numel(), parameter.ds_numel)
+        end = min(start + part.numel(), parameter.ds_numel)
+        return FlatShard(part.narrow(0, 0, end - start), self._shapes[name], start)
 
     def _mapped_fragment(self, name: str, parameter: Any) -> _Fragment:
         """Stages 1 and 2: one flat tensor over all parameters is cut into equal parts, wherever that falls."""

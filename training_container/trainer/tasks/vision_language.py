@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from trainer.checkpoint.base_model import FREEZABLE
 from trainer.data import IGNORED_LABEL, JobData, part_cache
 from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate, chat_template_of
@@ -274,9 +275,7 @@ class VisionLanguage(Task):
             computes_in_half = job.spec.training.precision in HALF_TYPES
             add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed, computes_in_half=computes_in_half)
         for name, parameter in model.named_parameters():
-            if "vision_tower." in name and (
-                _is_unused(name, model.config) or (job.spec.images or ImageSpec()).freeze_vision
-            ):
+            if FREEZABLE in name and (_is_unused(name, model.config) or (job.spec.images or ImageSpec()).freeze_vision):
                 parameter.requires_grad_(False)
         return finished(model, job)
 
@@ -327,7 +326,7 @@ def _is_unused(name: str, config: PretrainedConfig) -> bool:
     num_layers = config.vision_config.num_hidden_layers
     layer = config.vision_feature_layer
     num_used: int = layer if layer >= 0 else num_layers + 1 + layer
-    inside = name.partition("vision_tower.")[2].removeprefix("vision_model.")
+    inside = name.partition(FREEZABLE)[2].removeprefix("vision_model.")
     if inside.startswith("encoder.layers."):
         return int(inside.split(".")[2]) >= num_used
     return inside.startswith(("post_layernorm.", "head."))
