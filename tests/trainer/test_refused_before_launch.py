@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from trainer.models import facts as trainer_facts
+from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer_testing.families import FAMILIES
@@ -339,3 +341,27 @@ def test_a_truth_value_is_no_vocabulary_of_one() -> None:
         planner.resolve(job)
     with pytest.raises(InputError, match=r"vocabulary must be known: set model.config.vocab_size"):
         check_supported(resolved(job), device_type="cuda")
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"hidden_act": "foo"}, r"model\.config\.hidden_act: there is no activation function 'foo'; allowed: .*silu"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, r"Missing required keys in `rope_parameters`.*'factor'"),
+        ({"dtype": "float8"}, "float8"),
+        ({"pad_token_id": 1 << 20}, "pad_token_id, which must be below vocab_size"),
+    ],
+)
+def test_what_no_model_can_be_built_of_is_said_before_data_is_read(
+    stated: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = tiny_job("single", 1, model=LLAMA | stated)
+    runtime = SimpleNamespace(device=torch.device("cpu"), rendezvous_seconds=0.0)
+
+    def unread(*_: Any, **__: Any) -> None:
+        pytest.fail("data was read")
+
+    monkeypatch.setattr("trainer.session.StopFlag", unread)
+    with pytest.raises(InputError, match=message) as caught:
+        Session(job, runtime, output_dir=tmp_path, scratch_dir=tmp_path)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)

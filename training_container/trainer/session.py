@@ -20,6 +20,7 @@ from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
+from trainer.models.build import check_configuration
 from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
@@ -129,6 +130,7 @@ class Session:
         `expected`: what the planner knows of the job, for the observations.
         """
         check_supported(job, device_type=runtime.device.type)
+        check_configuration(job)
         self._started = time.perf_counter()
         self._process_seconds = process_seconds() - runtime.rendezvous_seconds
         self._job = job

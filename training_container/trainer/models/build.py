@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models import rotary
@@ -26,6 +27,9 @@ from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+
+MANY_WORDS = 1 << 18
+"""For a vocabulary that the data decides, where only the rest of a configuration is looked at."""
 
 
 def build_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
@@ -76,7 +80,8 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
         model = outline(make, seed=job.spec.training.seed)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
         raise InputError(
-            f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
+            _of_activation(error, settings)
+            or f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
         ) from None
     except (ArithmeticError, AssertionError, IndexError, RuntimeError) as error:  # of sizes that don't go together
         if _is_of_the_machine(error):
@@ -95,6 +100,24 @@ def _lengthen_default(config: PretrainedConfig, stated: Mapping[str, Any], seque
     positions = getattr(config, "max_position_embeddings", None)
     if not states_positions(config, stated) and positions and positions < sequence_length:
         config.max_position_embeddings = sequence_length
+
+
+def check_configuration(job: ResolvedJob) -> None:
+    """InputError, before any data is read, for a stated configuration of which no language model can be built.
+
+    By building it without weights, as it is built again when the data is there: half a second for 80 layers.
+    """
+    if job.spec.task == "causal_lm" and job.spec.model.config is not None:
+        _from_config(job, MANY_WORDS)
+
+
+def _of_activation(error: Exception, settings: Mapping[str, Any]) -> str | None:
+    """Of the bare name of an activation function that transformers doesn't have: its field and what there is."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    field = next((field for field, value in settings.items() if value == name and "act" in field), None)
+    if field is None:
+        return None
+    return f"model.config.{field}: there is no activation function {name!r}; allowed: {', '.join(sorted(ACT2FN))}"
 
 
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
