@@ -143,6 +143,8 @@ def test_a_lost_rank_is_started_again_in_place(place: Path, tmp_path: Path) -> N
 
 def test_a_stopped_job_has_saved_and_resumes(place: Path, tmp_path: Path) -> None:
     record = launch_here(local_spec(tmp_path, "stopping"), place)
+    # "Save and go on", while the host is still starting: it ends nothing.
+    os.kill(json.loads((place / record.job_id / "process.json").read_text())["host_pid"], signal.SIGUSR1)
     store, backend = FolderRecordStore(place), LocalBackend(place)
     log = place / record.job_id / "log.txt"
     wait_until(lambda: log.exists() and "step=1" in log.read_text())

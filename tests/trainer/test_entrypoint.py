@@ -72,6 +72,12 @@ if todo == "half a word":
     os.write(2, b"half a wor")
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
+if todo == "hear a save early":
+    (output / f"ready-{rank}").write_text("")
+    while not (output / "go on").exists():
+        time.sleep(0.02)
+    from trainer.early_save import take_early_save
+    assert take_early_save()
 if todo in ("wait", "save on stop") or todo.startswith("ignore stop"):
     if todo.endswith("after a step"):
         from trainer import heartbeat
@@ -289,6 +295,21 @@ def test_sigterm_lets_the_ranks_save(tmp_path: Path) -> None:
         # Once: torchrun's own SIGTERM would come on top of ours.
         assert len(json.loads((tree / f"output/data/saved-{rank}").read_text())) == 1
     assert "Traceback" not in output
+
+
+def test_a_save_that_is_asked_for_before_the_ranks_listen_ends_none(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    with running(tree, {"all": "hear a save early"}) as process:
+        wait_for(tree / "trainyard", process)
+        process.send_signal(signal.SIGUSR1)  # torchrun is being started, or ranks import
+        for rank in (0, 1):
+            wait_for(tree / f"output/data/ready-{rank}", process)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        (tree / "output/data/go on").write_text("")
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "SIGUSR1" not in output or "nothing new to save" in output
 
 
 def test_sigterm_before_the_first_step_is_no_failure(tmp_path: Path) -> None:

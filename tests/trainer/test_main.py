@@ -4,10 +4,12 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,28 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
     assert f"validation step=2 set=seen loss={measured['loss']:.6f} perplexity={measured['perplexity']:.6f}" in lines
     assert result["validation_sets"] == rows[-1]["validation_sets"]
     assert result["validation_perplexity"] == pytest.approx(math.exp(result["validation_loss"]))
+
+
+@pytest.mark.slow
+def test_a_save_that_is_asked_for_while_torch_is_imported_is_the_first_steps(tmp_path: Path) -> None:
+    job, output_dir = write_job(tmp_path, "single", steps=3), tmp_path / "out"
+    options = ["--job", str(job), "--output-dir", str(output_dir), "--set", "checkpoint.every_steps=100"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=TESTS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while not output_dir.exists():  # made just before
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert re.findall(r"checkpoint step=(\d+) committed", output) == ["1", "3"]
 
 
 def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(tmp_path: Path) -> None:

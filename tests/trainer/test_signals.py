@@ -5,6 +5,7 @@ import signal
 import sys
 
 import torch.distributed as dist
+from trainer.early_save import note_early_saves
 from trainer.signals import StopFlag
 from trainer_testing.pool import run_pooled
 
@@ -21,6 +22,20 @@ def test_each_signal_is_one_decision() -> None:
         assert flag.agreed(4) == "save_and_exit"
         assert flag.agreed(5) == "save_and_exit"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_save_that_was_asked_for_before_anybody_listened_is_the_first_steps() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    note_early_saves()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with StopFlag(None) as flag:
+            assert [flag.agreed(step) for step in (1, 2)] == ["save", "none"]
+        os.kill(os.getpid(), signal.SIGUSR1)  # nor does it end who listens no more
+        with StopFlag(None) as flag:
+            assert flag.agreed(3) == "save"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_request_counts_like_a_signal() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.early_save import note_early_saves
 from trainer.importing import importing
 from trainer.leaving import EXIT_RESUME_ME, leave
 from trainer.observe.throughput import Expected
@@ -21,6 +22,7 @@ RESUME_FILE = "resume_me"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank; returns its exit code."""
+    note_early_saves()
     options = _options(arguments)
     try:
         return _run(options)

@@ -43,7 +43,7 @@ from typing import Any
 
 from trainer.host.hosts import SILENCE_SECONDS, Hosts, Judge, ManyHosts, OneHost
 from trainer.host.recovery import Ending, RestartPolicy
-from trainer.host.run import DEFAULT_PORT, Folders, HostRun, Place, finish
+from trainer.host.run import DEFAULT_PORT, Folders, HostRun, Place, finish, outlive_early_saves
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.base import parse
@@ -55,6 +55,7 @@ RESOLVE_SECONDS = 600.0
 
 def main(environment: Mapping[str, str] | None = None, module: str | None = None) -> int:
     """Run the job's share of this host; the exit code. `module`: what every rank runs, if not what the flags say."""
+    outlive_early_saves()
     settings = dict(os.environ if environment is None else environment)
     opt_ml = Path(settings.get("TRAINYARD_OPT_ML", "/opt/ml"))
     output = opt_ml / "output"

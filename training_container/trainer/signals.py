@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
+from trainer.early_save import take_early_save
 from trainer.heartbeat import beat
 
 Decision = Literal["none", "save", "save_and_exit"]
@@ -37,9 +38,11 @@ class StopFlag:
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> Self:
-        """Listen from now on (main thread only)."""
+        """Listen from now on (main thread only); a save that was asked for before is the first step's."""
         for number, wanted in ((signal.SIGTERM, 2), (signal.SIGUSR1, 1)):
             self._previous[number] = signal.signal(number, self._handler(wanted))
+        if take_early_save():
+            self.request("save")
         return self
 
     def uninstall(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from trainer.entrypoint import check_efa, first_address, join_hosts, read_job
 from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.host.recovery import Ending
-from trainer.host.run import Folders, HostRun, Place, finish
+from trainer.host.run import Folders, HostRun, Place, finish, outlive_early_saves
 from trainer.inputs import bring_inputs
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
 def run(directory: Path, settings: Mapping[str, str]) -> int:
     """This machine's share of the job under `directory`; the exit code."""
     output = directory / "host"
+    outlive_early_saves()
     try:
         place = read_place(settings)
         if place.index > 0:

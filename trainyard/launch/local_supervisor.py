@@ -78,7 +78,7 @@ def _run(directory: Path, attempt: int) -> int:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  # this process has one thread
+            preexec_fn=_prepare_host,  # noqa: PLW1509  # this process has one thread
             env=os.environ
             | {
                 "TRAINYARD_JOB_ID": directory.name,
@@ -107,8 +107,10 @@ def _run(directory: Path, attempt: int) -> int:
     return 0
 
 
-def _die_with_parent() -> None:
-    """SIGKILL when the supervisor is gone (Linux only), so that no orphan writes where a resume does."""
+def _prepare_host() -> None:
+    """SIGKILL when the supervisor is gone (Linux only), so that no orphan writes where a resume does. SIGUSR1 ("save
+    and go on") ends nothing until the host listens: its pid is told before it does."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.host.hosts import OneHost
 from trainer.host.recovery import Ending, RestartPolicy
-from trainer.host.run import Folders, HostRun, Place, finish
+from trainer.host.run import Folders, HostRun, Place, finish, outlive_early_saves
 from trainer.leaving import leave
 from trainyard.errors import TrainyardError
 from trainyard.spec.job import ResolvedJob
@@ -25,6 +25,7 @@ ADDRESS = "127.0.0.1"
 
 def main(directory: Path) -> int:
     """Run the job; its exit code."""
+    outlive_early_saves()
     job = ResolvedJob.model_validate_json((directory / "resolved_job.json").read_bytes())
     # A port of its own, so that two jobs on one machine never meet.
     settings = {"TRAINYARD_RENDEZVOUS_PORT": str(_free_port())} | dict(os.environ)

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from trainer import heartbeat
+from trainer.early_save import note_early_saves
 from trainer.leaving import leave
 from trainyard.kept_room import FULL, keep_room, tell
 
@@ -108,6 +109,7 @@ class _TailedStream:
 
 def main(arguments: list[str]) -> int:
     """Run the module; the exit code for torchrun: 0 for "done" and "resume me", else the module's."""
+    note_early_saves()  # before the report, by which the host knows whom to signal
     folder, module, *module_arguments = arguments
     rank = int(os.environ["RANK"])
     _die_with_parent()

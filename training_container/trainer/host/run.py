@@ -34,6 +34,7 @@ from trainyard.spec.job import STOP_SECONDS, ResolvedJob
 DEFAULT_PORT = 29500
 ROOM = ".room"
 """In a host's output folder: kept for its last word."""
+NO_RANK_TO_SAVE = "entrypoint: told to save (SIGUSR1) while no rank runs here: there is nothing new to save"
 _TAIL_LINES = 300
 _POLL_SECONDS = 0.2
 _SURVIVOR_SECONDS = 5.0
@@ -341,7 +342,10 @@ class HostRun:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._tell_ranks(signal.SIGUSR1, self._ranks())
+            ranks = self._ranks()
+            if not ranks:  # between two starts, or they have not come so far
+                say(NO_RANK_TO_SAVE)
+            self._tell_ranks(signal.SIGUSR1, ranks)
             return
         if number != signal.SIGALRM and not self._was_told_to_stop:
             self._was_told_to_stop, self._told_at = True, time.monotonic()
@@ -433,6 +437,11 @@ class HostRun:
         words = next((line for line in reversed(tail) if line.strip()), f"exit code {torchrun_code}")
         is_consequence = len(self._place.hosts) > 1 and lost_a_peer(words)
         return Ending(1, f"torchrun failed on {host}: {words.strip()}", tail, is_consequence=is_consequence)
+
+
+def outlive_early_saves() -> None:
+    """Until a HostRun listens SIGUSR1 would end the host; it may wait for the first host's name for minutes."""
+    signal.signal(signal.SIGUSR1, lambda *_: say(NO_RANK_TO_SAVE))
 
 
 def _stopped_between() -> Ending:
