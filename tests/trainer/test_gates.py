@@ -1,6 +1,7 @@
 """Gated blocks that keep one tensor less: bit for bit the same numbers, nothing else of a model changed."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -18,6 +19,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from trainyard.errors import InputError
 from trainyard.planner.families import FAMILIES, shape_from_config
+from trainyard.planner.layout import Layout
+from trainyard.planner.trainer_layers import TrainerLayers
+from trainyard.planner.unfused import Unfused
 
 TOKENS, HIDDEN, WIDTH = 32, 16, 48
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_attention_heads": 4}
@@ -153,3 +157,16 @@ def test_the_plan_knows_whose_gates_are_made_again(family: str) -> None:
     if not shape.gated_mlp or not blocks:
         return
     assert {is_gated(kind) for kind in blocks} == {not shape.keeps_activated_gate}
+
+
+def test_the_plan_counts_the_tensor_that_is_kept_no_more_and_the_kernel_that_makes_it_again() -> None:
+    sizes = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
+    shape = shape_from_config(sizes | {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024})
+    layout = Layout(library="trainyard", unfused=True, sequence_length=512)
+    found = []
+    for each in (shape, dataclasses.replace(shape, keeps_activated_gate=True)):
+        found.append((TrainerLayers(each, layout).mlp_bytes, *Unfused(each, layout).block(4096)))
+    thin, kept = found
+    width_bytes = 512 * 4096 * 2
+    assert kept[0] - thin[0] == width_bytes
+    assert thin[1] == kept[1] and thin[2] - kept[2] == 2 * width_bytes, "the gate read, and written activated"
