@@ -107,7 +107,7 @@ def write_checkpoint(put: Callable[[str, bytes], Any], step: int) -> None:
     shard = b"weights" * 100
     promised = {"name": "rank-0.bin", "bytes": len(shard), "sha256": hashlib.sha256(shard).hexdigest()}
     manifest = json.dumps(
-        {"version": 1, "world_size": 2, "shards": [promised], "extra": {"strategy": "zero-2"}}
+        {"version": 1, "step": step, "world_size": 2, "shards": [promised], "extra": {"strategy": "zero-2"}}
     ).encode()
     folder = f"checkpoints/step-{step:08d}"
     put(f"{folder}/rank-0.bin", shard)
