@@ -76,6 +76,12 @@ def test_a_model_whose_name_no_folder_can_have(refusal: Refusal) -> None:
     assert "its sizes aren't known here; name a folder with config.json" in line
 
 
+def test_a_model_that_nobody_knows_is_told_close_names_alone(refusal: Refusal) -> None:
+    for source, such in (("foo/bar", "such as llama-3.1-8b"), ("meta-llama/Lama-3.1-8B", "such as llama-3.1-8b, ")):
+        line = refusal(["plan", "jobs/llama-7b.yaml", "--set", f"model.source={source}"], 2)
+        assert such in line and len(line) < 300, line
+
+
 def test_a_missing_job_file(refusal: Refusal) -> None:
     assert "nowhere.yaml: no such file" in refusal(["plan", "nowhere.yaml"], 2)
 

@@ -60,6 +60,7 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
+        ("name", "b5-adamw_8bit", ["name: must be 1 to 40 small letters, digits and dashes", "'b5-adamw_8bit'"]),
         ("training.stepz", 3, ["training.stepz", "unknown key", "did you mean 'steps'?"]),
         ("training.steps", "many", ["training.steps", "integer", "'many'"]),
         ("training.steps", True, ["training.steps", "integer", "'true'"]),

@@ -513,7 +513,7 @@ def test_null_is_no_text_in_any_format(tmp_path: Path, limit: int) -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        ("", "jsonl", "holds no text"),
+        ("", "jsonl", "holds no text; give files with some, or take the source out"),
         ('{"text": "a"}\n{"text": \n', "jsonl", "bad.file:2: is not JSON"),
         ('{"body": "a"}\n', "jsonl", r"bad.file:1: has no field 'text' \(it has: body\)"),
         ('{"text": 3}\n', "jsonl", "must be a string, is int"),
@@ -533,6 +533,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, kind: str
 def test_wrong_paths_and_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "a.npy", np.asarray([1, 999], dtype=np.int64))
+    (tmp_path / "text.npy").write_text("1 2 3")
     np.save(tmp_path / "minus.npy", np.asarray([1, -1]).astype(np.uint32))  # counted, it would take 32 GiB
     tokenizer = str(json_tokenizer(tmp_path / "tokenizer"))
     cases: list[tuple[dict[str, Any], str]] = [
@@ -541,6 +542,7 @@ def test_wrong_paths_and_tokens_are_named(tmp_path: Path) -> None:
         ({"train": [{"path": "s3://bucket/x", "format": "text"}]}, "the trainer reads local files"),
         ({"train": [source(tmp_path / "a.npy", "tokens")], "tokenizer": tokenizer}, "holds id 999"),
         ({"train": [source(tmp_path / "minus.npy", "tokens")]}, "id 4294967295, the vocabulary's ids are 0 to 2684"),
+        ({"train": [source(tmp_path / "text.npy", "tokens")]}, "is not a NumPy array file .*; write ids by numpy.save"),
         ({"train": [source(corpus(tmp_path))], "tokenizer": str(tmp_path / "empty")}, "holds no tokenizer.json"),
     ]
     for data, message in cases:

@@ -218,10 +218,10 @@ def test_experts_stored_in_several_types_lose_no_digits(tmp_path: Path) -> None:
 def test_what_no_weight_belongs_to_may_lie_in_the_files_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Masks and positions, which older versions of transformers wrote; and a layer more than the configuration has."""
+    """Masks and positions, which older versions of transformers wrote; and a head that predicts further tokens."""
     source = save(tmp_path, "Llama")
     names = ("self_attn.bias", "self_attn.rotary_emb.inv_freq", "self_attn.q_proj.position_ids")
-    more = {f"model.layers.0.{name}": torch.ones(3) for name in names} | {"model.layers.9.mlp.bias": torch.ones(3)}
+    more = {f"model.layers.0.{name}": torch.ones(3) for name in names} | {"mtp.layers.9.mlp.bias": torch.ones(3)}
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | more, source / "model.safetensors", metadata={"format": "pt"})
     capfd.readouterr()
@@ -232,6 +232,43 @@ def test_what_no_weight_belongs_to_may_lie_in_the_files_and_is_said_once(
     monkeypatch.setenv("RANK", "1")
     build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
     assert not "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_layers_that_the_configuration_does_not_count_are_refused(tmp_path: Path, prefix: str) -> None:
+    """They would be left out, and the first few trained as if they were the model. Without the head's prefix too."""
+    source = save(tmp_path, "Llama")
+    tensors = load_file(source / "model.safetensors")
+    if not prefix:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    words = (
+        rf"{source}: its files have {prefix}layers\.1, but LlamaForCausalLM has 1 of {prefix}layers by its config.json"
+    )
+    with pytest.raises(InputError, match=rf"^model\.source: {words}: .*; state as many there") as caught:
+        build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_predict_further_tokens_may_lie_behind_the_last(tmp_path: Path) -> None:
+    """DeepSeek-V3 and GLM-4.5 number them on; transformers knows those of the published sizes by number alone."""
+    source = save(tmp_path, "DeepSeek-V3")
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    behind = f"model.layers.{config['num_hidden_layers']}"
+    more = {f"{behind}.eh_proj.weight": torch.ones(3), f"{behind}.mlp.gate.weight": torch.ones(3)}
+    save_file(tensors | more, source / "model.safetensors", metadata={"format": "pt"})
+    for count in (1, 0):
+        (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": count}))
+        job = tiny_job("single", 1, source=str(source))
+        if count:
+            build_model(job, vocab_size=VOCAB_SIZE)
+        else:
+            with pytest.raises(InputError, match=rf"its files have {re.escape(behind)}, but"):
+                build_model(job, vocab_size=VOCAB_SIZE)
 
 
 def changed(folder: Path, change: str) -> str:

@@ -592,9 +592,10 @@ def config_from_source(source: str) -> Config:
             "the model's (--set model.source=FOLDER); a launch reads the one that lies there itself"
         )
     if known is None:
+        close = difflib.get_close_matches(normal_name(source).rpartition("/")[2], KNOWN_CONFIGS, n=3, cutoff=0.6)
         raise InputError(
             f"model.source {source!r}: its sizes aren't known here; name a folder with config.json, or a path that "
-            f"ends in a known model's name, such as llama-3.1-8b (known: {', '.join(sorted(KNOWN_CONFIGS))})"
+            f"ends in a known model's name, such as {', '.join(close) or 'llama-3.1-8b'}"
         )
     return KNOWN_CONFIGS[known]
 

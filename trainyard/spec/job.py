@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trainyard.errors import InputError
 from trainyard.spec.backends import BackendName
-from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml
+from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml, worded
 from trainyard.spec.retention import BestSpec, Retention
 from trainyard.spec.tracking import JobTrackingSpec
 
@@ -770,11 +770,16 @@ class MetersSpec(SpecModel):
     hours in which it gets values."""
 
 
+_JOB_NAME = worded(
+    r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", "1 to 40 small letters, digits and dashes, no dash first and none last"
+)
+
+
 class JobSpec(SpecModel):
     """Everything about one training job."""
 
     version: int = Field(default=SPEC_VERSION, ge=1)
-    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    name: str = Field(pattern=_JOB_NAME)
     """Lower-case letters, digits and dashes, at most 40: SageMaker names and S3 prefixes are made from it."""
     tenant: Name | None = None
     """Required to launch on AWS; the bare trainer does without."""

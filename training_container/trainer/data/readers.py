@@ -217,7 +217,10 @@ class TokenFile:
             shape, _, dtype = read_header[np.lib.format.read_magic(handle)](handle)
             offset = handle.tell()
         except (ValueError, KeyError, *_UNREADABLE) as error:
-            raise InputError(f"{file.where}: is not a NumPy array file ({_reason(error)})") from None
+            raise InputError(
+                f"{file.where}: is not a NumPy array file ({_reason(error)}); write ids by numpy.save, or name a file"
+                " of bare uint16 ids .bin"
+            ) from None
         if len(shape) != 1 or dtype.kind not in "iu":
             raise InputError(f"{file.where}: must hold a 1-D array of integers, holds {len(shape)}-D {dtype}")
         if file.size != offset + shape[0] * dtype.itemsize:

@@ -8,6 +8,7 @@ parts that tensor is made of, so that a rank reads the experts, or the slices of
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -263,7 +264,7 @@ def _check_stored_plainly(config: PretrainedConfig, source: str) -> None:
         )
 
 
-def _check_whole(model: nn.Module, report: dict[str, Any], source: str, new_head: str | None) -> None:
+def _check_whole(model: PreTrainedModel, report: dict[str, Any], source: str, new_head: str | None) -> None:
     """transformers would train random weights, and zeros for buffers, in place of what is not there or doesn't fit."""
 
     def is_needed(name: str) -> bool:
@@ -281,6 +282,7 @@ def _check_whole(model: nn.Module, report: dict[str, Any], source: str, new_head
             f"model.source: {source}: its files have {strays[0]}, for which {type(model).__name__} has no place by its"
             " config.json: it would be left out; give a directory whose files belong together"
         )
+    _check_depth(model, report, source)
     for name, weight in model.named_parameters():
         if weight.dtype not in _PLAIN_TYPES:
             raise InputError(
@@ -293,6 +295,34 @@ def _check_whole(model: nn.Module, report: dict[str, Any], source: str, new_head
             f"model.source: {source}: {name} {found} in its files, but {tuple(wanted)} by its config.json; give a"
             " directory whose files belong together"
         )
+
+
+_NUMBERED = re.compile(r"(.*?)\.(\d+)\..*")
+
+
+def _check_depth(model: PreTrainedModel, report: dict[str, Any], source: str) -> None:
+    """transformers would leave out the layers that config.json doesn't count, and train the first few as the model."""
+    modules = dict(model.named_modules())
+    for name in sorted(report["unexpected_keys"]):
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered is None:
+            continue
+        path, number = numbered[1], int(numbered[2])
+        # Files of a model without its head leave out what the others' names begin with.
+        layers = modules.get(path) or modules.get(f"{model.base_model_prefix}.{path}")
+        if isinstance(layers, nn.ModuleList) and number >= len(layers) + _num_predicting(model.config):
+            raise InputError(
+                f"model.source: {source}: its files have {path}.{number}, but {type(model).__name__} has"
+                f" {len(layers)} of {path} by its config.json: the rest would be left out; state as many there as the"
+                " files have (num_hidden_layers), or give a directory whose files belong together"
+            )
+
+
+def _num_predicting(config: PretrainedConfig) -> int:
+    """Layers behind the last that predict further tokens (DeepSeek-V3, GLM-4.5), which transformers has no place for;
+    those of published models it knows by number, and doesn't report."""
+    counts = [getattr(config.get_text_config(), name, 0) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+    return max(count for count in counts if isinstance(count, int))
 
 
 @torch.no_grad()
