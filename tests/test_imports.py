@@ -104,7 +104,7 @@ def test_entrypoint_can_report_a_broken_torch() -> None:
     assert len(host) > 4 and names
     assert [name for name in names if name.split(".")[0] in {"torch", "transformers", "deepspeed"}] == []
     inner = {name.split(".")[1] for name in names if name.startswith("trainer.")}
-    rooms = {"host", "heartbeat", "leaving", "speech", "entrypoint", "checkpoint"}
+    rooms = {"host", "heartbeat", "leaving", "early_save", "speech", "entrypoint", "checkpoint"}
     assert inner <= rooms, "what these import loads no torch either"
     of_checkpoints = {name.split(".")[2] for name in names if name.startswith("trainer.checkpoint.")}
     assert of_checkpoints == {"destination"}, "held below: the rest of that room has torch"

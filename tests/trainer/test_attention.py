@@ -264,7 +264,7 @@ def test_a_mask_keeps_cudnn_out_of_torchs_choice(monkeypatch: pytest.MonkeyPatch
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return torch.empty(0), None
 
-    monkeypatch.setattr(attention, "sdpa_attention_forward", noted)
+    monkeypatch.setattr(attention, "_theirs", noted)
     function = AttentionInterface()["sdpa"]
     mask, bias = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 2, 4, 4)
     for device in ("cpu", "cuda"):

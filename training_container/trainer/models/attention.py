@@ -20,7 +20,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_3_available
 
 from trainer.models.configuration import configuration_of, differs_by_layer, size_of
@@ -269,6 +268,9 @@ def kernels_for(mask: torch.Tensor | None, device: torch.device) -> AbstractCont
     return nullcontext() if mask is None or device.type != "cuda" else sdpa_kernel(_RIGHT_WITH_MASKS)
 
 
+_theirs = AttentionInterface()["sdpa"]  # transformers', before ours has its name
+
+
 def _sdpa(
     module: nn.Module,
     query: torch.Tensor,
@@ -280,7 +282,7 @@ def _sdpa(
     """transformers' own, by `kernels_for` what comes as a mask or becomes one."""
     bias = kwargs.get("position_bias")
     with kernels_for(bias if attention_mask is None else attention_mask, query.device):
-        output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        output: tuple[torch.Tensor, None] = _theirs(module, query, key, value, attention_mask, **kwargs)
     return output
 
 
