@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainer.losses.head import install, plan_loss
+from trainer.losses.head import choices_of, install, plan_loss
 from trainer.losses.router import balance_of
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.models.build import build_model
 from trainer.strategies import check_supported
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import RunRequest, run
 from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -85,3 +86,34 @@ def test_where_it_cannot_be_computed_it_is_refused(family: str, parallelism: dic
     job = tiny_job("product", 2 if parallelism else 1, model=with_router_loss(family), parallelism=parallelism)
     with pytest.raises(InputError, match=message):
         check_supported(job, device_type="cpu")
+
+
+PHIMOE = FAMILIES["Mixtral"] | {"model_type": "phimoe"}
+
+
+@pytest.mark.parametrize(
+    ("config", "noise"),
+    [
+        (PHIMOE, "0.01"),  # its own default
+        (FAMILIES["Mixtral"] | {"router_jitter_noise": 0.25}, "0.25"),
+        (PHIMOE | {"router_jitter_noise": 0.0}, None),
+        (FAMILIES["Mixtral"], None),
+    ],
+)
+def test_noise_in_the_router_is_said_at_the_start(config: dict[str, Any], noise: str | None) -> None:
+    job = tiny_job("single", 1, model=config)
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    told = choices_of(model, job, plan_loss(model, job), CPU).get("router_noise")
+    if noise is None:
+        assert told is None
+    else:
+        assert told is not None and told.startswith(f"{noise}, drawn by each rank") and "noise: 0" in told
+
+
+@pytest.mark.slow
+def test_the_noise_alone_is_what_a_layout_changes_of_phimoes_losses() -> None:
+    jobs = [{"model": PHIMOE | {"router_jitter_noise": noise}, "document_masks": False} for noise in (0.0, 0.05)]
+    whole = run(1, [RunRequest("single", last_step=3, job=job) for job in jobs])
+    cut = run(2, [RunRequest("fsdp", last_step=3, job=job) for job in jobs])
+    assert cut[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-5)
+    assert cut[1]["loss"] != pytest.approx(whole[1]["loss"], rel=1e-5)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trainer.losses import linear as linear_loss
 from trainer.models import rotary
 from trainer.models.attention import attention_of
+from trainer.models.routers import noise_told
 from trainer.optimizers import router_bias
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -68,6 +69,8 @@ def choices_of(model: nn.Module, job: ResolvedJob, plan: LossPlan, device: torch
     assert isinstance(model, PreTrainedModel)
     if (bias := router_bias.described(model, job)) is not None:
         chosen["router"] = bias
+    if (noise := noise_told(model)) is not None:
+        chosen["router_noise"] = noise
     return {"loss": str(plan), "attention": attention_of(model, job, device), **chosen}
 
 
