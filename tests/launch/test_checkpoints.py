@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -20,7 +21,8 @@ from moto import mock_aws
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import checkpoint_files, checkpoints
-from trainyard.launch.checkpoint_files import open_files
+from trainyard.launch.checkpoint_files import Files, open_files
+from trainyard.launch.lineage import refuse_anothers
 from trainyard.spec.retention import BestSpec, Retention
 
 
@@ -424,7 +426,9 @@ def test_another_jobs_checkpoints_are_not_mixed_with_a_copy(tmp_path: Path, told
     record(there, 12 if told_by == "rows" else 5, seconds=2.0)
     before = files_below(there)
     found = checkpoints.list_checkpoints(str(here), None)
-    with pytest.raises(InputError, match=r"b: holds another job's checkpoints \(step 10\), which stay; give another"):
+    with pytest.raises(
+        InputError, match=r"b: holds what seem to be another job's checkpoints \(step 10\), which stay; give another"
+    ):
         checkpoints.copy(str(here), None, found, str(there))
     assert files_below(there) == before
 
@@ -521,3 +525,23 @@ def test_a_copy_never_costs_a_good_one_at_its_target(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds another checkpoint of step 10, which stays"):
         checkpoints.copy(origin, None, found, str(tmp_path / "c"))
     assert checkpoints.chosen(str(tmp_path / "c"), None, 10).is_good
+
+
+def test_one_checkpoint_that_both_have_makes_two_places_one_runs(tmp_path: Path) -> None:
+    """Steps that were replayed since, and a target that went on under another destination, are not another job's."""
+
+    def saved(step: int, digest: str, job: str) -> SimpleNamespace:
+        return SimpleNamespace(step=step, manifest_sha256=digest, extra={"job_sha256": job})
+
+    def place(name: str, attempt: int, seconds: float) -> Files:
+        (tmp_path / name).mkdir()
+        row = {"step": 30, "attempt": attempt, "loss": 2.5, "step_seconds": seconds}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return open_files(str(tmp_path / name), None)
+
+    here, there = place("a", 2, 0.5), place("b", 1, 0.4)
+    refuse_anothers(here, there, [saved(20, "x", "j")], [saved(20, "x", "j"), saved(40, "y", "other")], "b")
+    refuse_anothers(here, there, [saved(40, "z", "j")], [saved(30, "w", "j")], "b")
+    same_attempt = place("c", 2, 0.4)
+    with pytest.raises(InputError, match="seem to be another job's"):
+        refuse_anothers(here, same_attempt, [saved(40, "z", "j")], [saved(30, "w", "j")], "c")

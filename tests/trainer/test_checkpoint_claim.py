@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer.checkpoint.checkpointer import _make_folder
 from trainer.checkpoint.claim import CLAIM_FILE, Claim, Claimant, claimant_of
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import read_until, run_trainer, start_faulty_trainer, start_trainer, write_job
@@ -254,3 +255,15 @@ def test_a_second_job_of_several_ranks_ends_with_one_line_too(tmp_path: Path, mo
     assert [code for code, _ in outputs] == [2, 2], outputs
     said = "".join(text for _, text in outputs)
     assert said.count("saves there") == 1 and "Traceback" not in said
+
+
+def test_a_place_that_may_not_be_searched_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below a folder of another user's, of which Path.exists raises too; root, as tests may run, may search all."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("mkdir", "stat"):
+        monkeypatch.setattr(Path, name, refused)
+    with pytest.raises(InputError, match=r"can't be made: Permission denied; name another folder"):
+        _make_folder(tmp_path / "there")

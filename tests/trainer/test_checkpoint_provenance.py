@@ -58,5 +58,5 @@ def test_a_manifest_that_no_trainer_wrote_is_refused_in_one_line() -> None:
     session: Any = object.__new__(Session)
     session._runtime = SimpleNamespace(is_first=False)
     session._checkpointer = SimpleNamespace(load=lambda *_, **__: {"step": 4, "data": {}, "rng": {}})
-    with pytest.raises(InputError, match="checkpoint there: its manifest lacks engine, world_size, ranks_a_stream, so"):
+    with pytest.raises(InputError, match="checkpoint there: its manifest lacks engine, world_size, so"):
         session._load(cast(CheckpointInfo, SimpleNamespace(uri="there", step=4)), {})

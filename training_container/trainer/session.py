@@ -47,7 +47,7 @@ from trainyard.spec.meters import LIVE
 from trainyard.spec.retention import flat_metrics
 
 RESULT_FILE = "result.json"
-_RESUMED_FROM = ("engine", "data", "rng", "world_size", "ranks_a_stream")
+_RESUMED_FROM = ("engine", "data", "rng", "world_size")
 """What every trainer has put into a checkpoint's `extra`."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
 """Between two tries of the last save."""

@@ -29,40 +29,41 @@ class Saved(Protocol):
 def refuse_anothers(source: Files, sink: Files, here: Iterable[Saved], there: Iterable[Saved], target: str) -> None:
     """InputError where the sink holds checkpoints of another run than the source's, or a job saves there now.
 
-    `here`, `there`: all that the two hold. The same manifest is the same checkpoint, and two runs differ in the row of
-    any step by its seconds; where no row tells, the job's own hash does. A job may be of several versions: it is enough
-    that the source has one of that version.
+    `here`, `there`: all that the two hold. The same manifest is the same checkpoint, and one that both have makes them
+    one run's, whatever either has gone on to. Else two runs differ in the row of any step by its loss, or, in the same
+    attempt (a later one replays steps), its seconds; where no row tells, the job's own hash does. A job may be of
+    several versions: it is enough that the source has one of that version.
     """
     if (holder := sink.holder()) is not None:
         raise InputError(f"{target}: {holder} saves there: wait for its end, stop it, or give another prefix or folder")
     here = list(here)
     own = {one.manifest_sha256 for one in here}
-    strangers = [one for one in there if one.manifest_sha256 and one.manifest_sha256 not in own]
-    if not strangers:
+    strangers = [one for one in there if one.manifest_sha256]
+    if any(one.manifest_sha256 in own for one in strangers):
         return
     jobs = {one.extra.get("job_sha256") for one in here if one.manifest_sha256}
     rows, rows_there = _rows_of(source), _rows_of(sink)
     for one in strangers:
         row, row_there = rows.get(one.step), rows_there.get(one.step)
         if row is not None and row_there is not None:
-            is_anothers = row != row_there
+            is_anothers = row[0] != row_there[0] or (row[1] == row_there[1] and row != row_there)
         else:  # the first trainers' manifests don't tell
             job = one.extra.get("job_sha256")
             is_anothers = job is not None and None not in jobs and job not in jobs
         if is_anothers:
             raise InputError(
-                f"{target}: holds another job's checkpoints (step {one.step}), which stay;"
+                f"{target}: holds what seem to be another job's checkpoints (step {one.step}), which stay;"
                 " give another prefix or folder"
             )
 
 
-def _rows_of(files: Files) -> dict[int, tuple[Any, Any]]:
-    """Step -> what no other run's row of it has."""
+def _rows_of(files: Files) -> dict[int, tuple[Any, Any, Any]]:
+    """Step -> loss, attempt and seconds of its row."""
     rows = {}
     for line in (files.read(METRICS) or b"").splitlines():
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = (row.get("loss"), row.get("step_seconds"))
+            rows[int(row["step"])] = (row.get("loss"), row.get("attempt"), row.get("step_seconds"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue  # broken by a kill
     return rows

@@ -706,7 +706,7 @@ def _make_folder(folder: Path) -> None:
         if isinstance(error, DestinationError) and not error.is_refusal:
             return
         link, cause = broken_link(folder), error.__cause__
-        why = "it is no folder" if folder.exists() else getattr(cause, "strerror", None) or cause
+        why = "it is no folder" if isinstance(cause, FileExistsError) else getattr(cause, "strerror", None) or cause
         why = why if link is None else f"{link} {LEADS_NOWHERE}"
         raise InputError(f"checkpoint.destination {folder}: can't be made: {why}; name another folder") from None
 

@@ -128,7 +128,8 @@ class LocalTier:
         if not self.is_first_of_host:
             return
         names = self._files.sizes(FOLDER)
-        steps = {found for found in map(step_of, names) if found is not None}
+        # A link whose disk is away stays.
+        steps = {found for found in map(step_of, (n for n in names if not n.endswith("/"))) if found is not None}
         committed = {found for found in steps if f"{step_folder(found)}/{COMMITTED}" in names and found < step}
         for old in steps - ({max(committed, default=-1)} if not was_anothers else set()):
             self._remove(old)

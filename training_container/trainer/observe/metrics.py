@@ -208,6 +208,8 @@ def _is_row(row: Any) -> bool:
     """Whether it has what is reckoned with."""
     if not isinstance(row, dict) or "loss" not in row or not isinstance(row.get("breakdown", {}), dict):
         return False
+    if not all(isinstance(seconds, int | float) for seconds in row.get("breakdown", {}).values()):
+        return False
     numbers = (row.get("step"), row.get("attempt"), row.get("step_seconds"))
     return all(isinstance(number, kind) for number, kind in zip(numbers, (int, int, int | float), strict=True))
 

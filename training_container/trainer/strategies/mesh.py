@@ -56,7 +56,7 @@ def has_same_streams(layout: ParallelismSpec, saved: Mapping[str, Any]) -> bool:
     `saved`: its `world_size` and `ranks_a_stream`. With as many ranks in other tensor groups, ranks that have to drop
     the same activations would go on with different streams, and drift apart without a word.
     """
-    return (int(saved["world_size"]), int(saved["ranks_a_stream"])) == (layout.world_size, layout.tensor)
+    return (int(saved["world_size"]), int(saved.get("ranks_a_stream", 0))) == (layout.world_size, layout.tensor)
 
 
 @dataclass(frozen=True)
