@@ -286,7 +286,7 @@ def test_a_tunnel_to_another_cluster_starts_no_second_attempt(
     store, backend = FolderRecordStore(tmp_path), backend_of(contract)
     store.create(record_of(ray_job(server.address)))
     own = str(server.session)
-    assert submit_attempt(store, backend, JOB_ID, say_nothing).attempt.cluster == own
+    assert submit_attempt(store, backend, store.read(JOB_ID).record, say_nothing).attempt.cluster == own
     known, server.jobs, server.session = server.jobs, {}, "session_of_another"
     told = rf"the Ray cluster of {own} has it, and session_of_another answers at {server.address}"
     for look in (watch.status, watch.resume, watch.stop):
@@ -311,7 +311,7 @@ def test_a_job_that_has_ended_needs_no_cluster_that_knows_it(
     """Its cluster may have been started anew, or the tunnel lead elsewhere: the record has how it ended."""
     store, backend = FolderRecordStore(tmp_path), backend_of(contract)
     store.create(record_of(ray_job(server.address)))
-    submit_attempt(store, backend, JOB_ID, say_nothing)
+    submit_attempt(store, backend, store.read(JOB_ID).record, say_nothing)
     server.jobs[JOB_ID] |= {"status": "STOPPED", "end_time": 1769864700000}
     assert watch.status(store, backend, JOB_ID).finished
     server.jobs, server.session = {}, "session_of_another"
@@ -329,7 +329,7 @@ def test_a_cluster_that_tells_no_session_is_known_by_its_address_alone(
     server.session = None  # Ray's protocol before version 4
     store, backend = FolderRecordStore(tmp_path), backend_of(contract)
     store.create(record_of(ray_job(server.address)))
-    submit_attempt(store, backend, JOB_ID, say_nothing)
+    submit_attempt(store, backend, store.read(JOB_ID).record, say_nothing)
     server.jobs.clear()
     with pytest.raises(
         InputError, match=r"does not know its attempt 1, which had not ended; is that tunnel to another"

@@ -1,8 +1,8 @@
 """Status, stop, resume and following, on a backend that plays a script."""
 
 import errno
-from collections.abc import Collection, Sequence
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime, timedelta, timezone
 from functools import partialmethod
 from pathlib import Path
 
@@ -365,6 +365,121 @@ def test_two_resumes_at_once_start_one_attempt(store: FolderRecordStore) -> None
     assert store.read(JOB_ID).record.attempt.number == 2
 
 
+def hours(number: float) -> Callable[[JobRecord], JobRecord]:
+    """As `--set compute.max_hours=NUMBER` revises a record."""
+
+    def revise(record: JobRecord) -> JobRecord:
+        compute = record.spec.compute.model_copy(update={"max_hours": number})
+        return record.model_copy(update={"spec": record.spec.model_copy(update={"compute": compute})})
+
+    return revise
+
+
+class Cluster(ScriptedBackend):
+    """Knows the attempts that were submitted, with their hours; one that it has already it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__(FAILED)
+        self.taken: dict[str, float] = {}
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def submit(self, record: JobRecord, say: Say) -> None:
+        self.meanwhile()
+        self.taken.setdefault(record.attempt.training_job_name, record.spec.compute.max_hours)
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        if record.attempt.number == 1:
+            return FAILED
+        return TRAINING if record.attempt.training_job_name in self.taken else None
+
+
+class InterruptedStore(FolderRecordStore):
+    """Once an attempt is written and not yet submitted, something else happens."""
+
+    def __init__(self, folder: Path, meanwhile: Callable[[], object]) -> None:
+        super().__init__(folder)
+        self.meanwhile = [meanwhile]
+
+    def replace(self, stored: StoredRecord, record: JobRecord) -> StoredRecord:
+        written = super().replace(stored, record)
+        if record.attempt.number > stored.record.attempt.number:
+            self.meanwhile.pop()()
+        return written
+
+
+def test_an_attempt_that_is_changed_before_its_author_submits_it_is_the_others(store: FolderRecordStore) -> None:
+    cluster = Cluster()
+    racing = InterruptedStore(store.folder, lambda: watch.resume(store, cluster, JOB_ID, revise=hours(3)))
+    with pytest.raises(InputError, match=r"somebody else has just resumed it; trainyard status .* --tenant acme"):
+        watch.resume(racing, cluster, JOB_ID, revise=hours(1), options=" --tenant acme")
+    assert cluster.taken == {f"{JOB_ID}-r2": 3}
+    assert store.read(JOB_ID).record.spec.compute.max_hours == 3
+
+
+def test_an_attempt_that_is_being_submitted_is_changed_by_nobody(store: FolderRecordStore) -> None:
+    cluster, refused = Cluster(), list[str]()
+
+    def other() -> None:
+        with pytest.raises(InputError) as error:
+            watch.resume(store, cluster, JOB_ID, revise=hours(3))
+        refused.append(str(error.value))
+
+    cluster.meanwhile = other
+    assert watch.resume(store, cluster, JOB_ID, revise=hours(1)).spec.compute.max_hours == 1
+    assert "somebody else has just resumed it" in refused[0] and refused[0].endswith("was killed: --force")
+    assert cluster.taken == {f"{JOB_ID}-r2": 1}
+    assert store.read(JOB_ID).record.spec.compute.max_hours == 1
+
+
+def test_two_who_change_an_attempt_that_was_left_are_told_which_of_them_did(store: FolderRecordStore) -> None:
+    cluster = Cluster()
+    left_behind(store, cluster)
+
+    def second(record: JobRecord) -> JobRecord:
+        if not cluster.taken:  # both have seen it as it was left
+            watch.resume(store, cluster, JOB_ID, revise=hours(3))
+        return hours(1)(record)
+
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        watch.resume(store, cluster, JOB_ID, revise=second)
+    assert cluster.taken == {f"{JOB_ID}-r2": store.read(JOB_ID).record.spec.compute.max_hours} == {f"{JOB_ID}-r2": 3}
+
+
+def left_behind(store: FolderRecordStore, cluster: Cluster) -> None:
+    """An attempt whose author was killed before it was submitted."""
+
+    def killed() -> None:
+        raise SystemExit(137)
+
+    with pytest.raises(SystemExit):
+        watch.resume(InterruptedStore(store.folder, killed), cluster, JOB_ID)
+    assert cluster.taken == {} and store.read(JOB_ID).record.attempt.number == 2
+
+
+@pytest.mark.parametrize("revise", [None, hours(3)])
+def test_an_attempt_whose_author_died_is_taken_over(
+    store: FolderRecordStore, revise: Callable[[JobRecord], JobRecord] | None
+) -> None:
+    cluster = Cluster()
+    left_behind(store, cluster)
+    resumed = watch.resume(store, cluster, JOB_ID, revise=revise)
+    assert cluster.taken == {f"{JOB_ID}-r2": resumed.spec.compute.max_hours}
+    assert resumed.spec.compute.max_hours == (3 if revise else 2)
+
+
+@pytest.mark.parametrize(("age_seconds", "force"), [(0, True), (watch.SUBMISSION_SECONDS + 1, False)])
+def test_who_died_while_submitting_keeps_an_attempt_for_minutes_or_until_force(
+    store: FolderRecordStore, age_seconds: float, force: bool
+) -> None:
+    cluster = Cluster()
+    left_behind(store, cluster)
+    stored = store.read(JOB_ID)
+    begun = datetime.now(UTC) - timedelta(seconds=age_seconds)
+    store.replace(stored, stored.record.with_attempt(handed_over_at=begun.isoformat()))
+    assert watch.resume(store, cluster, JOB_ID, revise=hours(3), force=force).attempt.submitted_at is not None
+    assert cluster.taken == {f"{JOB_ID}-r2": 3}
+
+
 def test_a_status_never_takes_the_old_attempts_end_for_the_new_ones(store: FolderRecordStore) -> None:
     class Racing(ScriptedBackend):
         """Somebody else resumes while we look."""
@@ -435,10 +550,6 @@ def test_a_resume_that_the_broker_refused_is_changed_and_submitted_as_the_same_a
                 raise InputError("over the month's budget")
             super().submit(record, say)
 
-    def shorter(record: JobRecord) -> JobRecord:
-        compute = record.spec.compute.model_copy(update={"max_hours": 1})
-        return record.model_copy(update={"spec": record.spec.model_copy(update={"compute": compute})})
-
     backend = Broker(FAILED)
     assert store.read(JOB_ID).record.spec.compute.max_hours > 1
     for _ in range(2):
@@ -446,7 +557,7 @@ def test_a_resume_that_the_broker_refused_is_changed_and_submitted_as_the_same_a
             watch.resume(store, backend, JOB_ID)
     left = store.read(JOB_ID).record
     assert (left.attempt.number, left.state) == (2, "Created")
-    resumed = watch.resume(store, backend, JOB_ID, revise=shorter)
+    resumed = watch.resume(store, backend, JOB_ID, revise=hours(1))
     assert backend.submitted == backend.checked[-1:] == [f"{JOB_ID}-r2"]
     assert (resumed.attempt.number, resumed.state, resumed.spec.compute.max_hours) == (2, "Submitted", 1)
     assert resumed.states[: len(left.states)] == left.states

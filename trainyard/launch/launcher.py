@@ -1,12 +1,13 @@
 """From one job spec to a running job: check, write the record, submit; in that order, so that nothing is lost."""
 
+import contextlib
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainyard import planner
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
@@ -26,6 +27,7 @@ from trainyard.launch.record import (
     RecordStore,
     S3RecordStore,
     StateChange,
+    new_claim,
     update,
     utc_now,
 )
@@ -307,7 +309,7 @@ def new_record(
         channels=tuple(channels),
         forced=tuple(forced),
         launched_by=launched_by,
-        attempts=(Attempt(number=1, training_job_name=job_id, created_at=now),),
+        attempts=(Attempt(number=1, training_job_name=job_id, created_at=now, claim=new_claim()),),
         states=(StateChange(state=CREATED, at=now),),
     )
 
@@ -320,24 +322,49 @@ class SubmissionInterruptedError(KeyboardInterrupt):
         self.job_id = job_id
 
 
-def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
-    """Submit the newest attempt of a written record, and write down that the backend took it.
+def submit_attempt(
+    store: RecordStore, backend: Backend, written: JobRecord, say: Say, *, options: str = ""
+) -> JobRecord:
+    """Submit the newest attempt of a record that was just written, and write down that the backend took it.
+
+    InputError where somebody else changed that attempt since: one of the two would lose its settings in silence.
+    `options`: as of trainyard.launch.watch.Status.
 
     Who interrupts this is told the job's name: it may run by then, and cost what it costs. What to do about it the verb
     says, which knows where it was told to look for the job.
     """
     try:
-        return _submitted(store, backend, job_id, say)
+        return _submitted(store, backend, written, say, options)
     except KeyboardInterrupt:
-        say(f"warning: interrupted while {job_id} was submitted: it may run")
-        raise SubmissionInterruptedError(job_id) from None
+        say(f"warning: interrupted while {written.job_id} was submitted: it may run")
+        raise SubmissionInterruptedError(written.job_id) from None
 
 
-def _submitted(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
-    record = store.read(job_id).record
+def resumed_meanwhile(job_id: str, options: str) -> InputError:
+    """What the slower of two who resume a job is told."""
+    return InputError(f"job {job_id}: somebody else has just resumed it; trainyard status {job_id}{options}")
+
+
+def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Say, options: str) -> JobRecord:
+    job_id, number = written.job_id, written.attempt.number
     asked_at = utc_now()  # not when the answer came: its machines may have begun before that
-    cluster = backend.submit(record, say) or ""
-    number = record.attempt.number
+
+    def handed_over(current: JobRecord) -> JobRecord:
+        if (current.attempt.number, current.attempt.claim) != (number, written.attempt.claim):
+            raise resumed_meanwhile(job_id, options)
+        return current.with_attempt(handed_over_at=current.attempt.handed_over_at or asked_at)
+
+    def taken_back(current: JobRecord) -> JobRecord:
+        return current.with_attempt(handed_over_at=None) if current.attempt.number == number else current
+
+    # A conditional write, as a change of the attempt is: of two at once one fails. After it nobody changes the attempt.
+    record = update(store, job_id, handed_over).record
+    try:
+        cluster = backend.submit(record, say) or ""
+    except BaseException:
+        with contextlib.suppress(TrainyardError, OSError):  # of the two the first error is the one to tell
+            update(store, job_id, taken_back)
+        raise
 
     def confirmed(current: JobRecord) -> JobRecord:
         if current.attempt.number != number or current.attempt.submitted_at is not None:
@@ -350,8 +377,7 @@ def _submitted(store: RecordStore, backend: Backend, job_id: str, say: Say) -> J
 def record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:
     """Write a new record, then hand its first attempt to the backend: a launcher that dies in between loses nothing."""
     say(f"writing the record of {record.job_id}")
-    store.create(record)
-    return submit_attempt(store, backend, record.job_id, say)
+    return submit_attempt(store, backend, store.create(record).record, say)
 
 
 def with_destination(job: JobSpec, destination: str, world_size: int | None = None) -> ResolvedJob:

@@ -41,6 +41,11 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def new_claim() -> str:
+    """See Attempt.claim."""
+    return uuid.uuid4().hex
+
+
 class RecordedChannel(SpecModel):
     """One input channel, as trainyard.launch.channels.Channel."""
 
@@ -67,6 +72,11 @@ class Attempt(SpecModel):
     training_job_name: str
     """SageMaker's name; on this machine, a name of the same form."""
     created_at: str
+    claim: str = ""
+    """Whose attempt it is, while it is not submitted: new whenever somebody writes or changes it, so that who wrote it
+    before finds out."""
+    handed_over_at: str | None = None
+    """None: nobody has begun to submit it, or who did was refused. Until then it may be changed."""
     submitted_at: str | None = None
     """None: written down but never confirmed by the backend."""
     cluster: str = ""
@@ -134,7 +144,7 @@ class JobRecord(SpecModel):
         number = self.attempt.number + 1
         now = utc_now()
         name = names.attempt_name(self.job_id, number)
-        attempt = Attempt(number=number, training_job_name=name, created_at=now)
+        attempt = Attempt(number=number, training_job_name=name, created_at=now, claim=new_claim())
         state = StateChange(state=CREATED, at=now, attempt=number, note="resume")
         return self.model_copy(update={"attempts": (*self.attempts, attempt), "states": (*self.states, state)})
 

@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 from trainyard.errors import AwsAwayError, InputError
 from trainyard.functions import job_resumer
@@ -17,7 +17,7 @@ from trainyard.launch.backend import (
     SilentError,
     say_nothing,
 )
-from trainyard.launch.launcher import submit_attempt
+from trainyard.launch.launcher import resumed_meanwhile, submit_attempt
 from trainyard.launch.ray_jobs import is_tunnel
 from trainyard.launch.record import (
     CREATED,
@@ -26,6 +26,7 @@ from trainyard.launch.record import (
     RecordConflictError,
     RecordStore,
     StateChange,
+    new_claim,
     update,
 )
 
@@ -35,6 +36,9 @@ MOST_AWAY_LOOKS = 30
 """So many looks in a row may find nobody that answers; each has waited for an answer itself."""
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two of those: all in all a network may be away for a quarter of an hour."""
+SUBMISSION_SECONDS = 300.0
+"""Who began to submit an attempt so long ago and didn't say how that ended is dead: the SDK's loading and a broker's or
+a cluster's answer take less."""
 STREAMS_A_SECOND = 5
 """Of a large job's many logs: CloudWatch Logs counts the reads of all of an account together (25 a second)."""
 
@@ -231,9 +235,10 @@ def resume(
             ) from None
         current = Status(store.read(job_id).record, None)
     if current.observation is None and current.record.attempt.submitted_at is None:
+        found = current.record
         if revise is not None:
-            _revise_unsubmitted(store, backend, current, revise)
-        return submit_attempt(store, backend, job_id, say)
+            found = _revise_unsubmitted(store, backend, current, revise, force=force)
+        return submit_attempt(store, backend, found, say, options=options)
     if current.state == "Completed":
         raise InputError(f"job {job_id}: has completed; there is nothing to resume (launch it again for a new run)")
     if not current.finished and current.observation is not None:
@@ -247,13 +252,13 @@ def resume(
 
     def next_attempt(record: JobRecord) -> JobRecord:
         if record.attempt.number != number:
-            raise _resumed_meanwhile(current)
+            raise resumed_meanwhile(job_id, options)
         return (revise(record) if revise else record).with_next_attempt()
 
     record = update(store, job_id, next_attempt).record
     assert record.state == CREATED
     say(f"attempt {record.attempt.number} of {job_id}")
-    return submit_attempt(store, backend, job_id, say)
+    return submit_attempt(store, backend, record, say, options=options)
 
 
 def _refuse_behind_a_tunnel(record: JobRecord) -> None:
@@ -269,19 +274,23 @@ def _refuse_behind_a_tunnel(record: JobRecord) -> None:
 
 
 def _revise_unsubmitted(
-    store: RecordStore, backend: Backend, seen: Status, revise: Callable[[JobRecord], JobRecord]
-) -> None:
-    """Change the newest attempt before it is submitted; InputError where somebody went on with it meanwhile."""
+    store: RecordStore, backend: Backend, seen: Status, revise: Callable[[JobRecord], JobRecord], *, force: bool
+) -> JobRecord:
+    """Change the newest attempt before it is submitted; InputError where somebody went on with it meanwhile, or (unless
+    `force`) is at it."""
+    begun_at = seen.record.attempt.handed_over_at
+    if begun_at is not None and not force:
+        ended_at = datetime.fromisoformat(begun_at) + timedelta(seconds=SUBMISSION_SECONDS)
+        if datetime.now(UTC) < ended_at:
+            raise InputError(
+                f"job {seen.record.job_id}: somebody else has just resumed it: it is being submitted since {begun_at}; "
+                f"trainyard status {seen.record.job_id}{seen.options}. If that command was killed: --force"
+            )
     backend.check(revise(seen.record))
 
     def revised(record: JobRecord) -> JobRecord:
         if record.attempt != seen.record.attempt:
-            raise _resumed_meanwhile(seen)
-        return revise(record)
+            raise resumed_meanwhile(seen.record.job_id, seen.options)
+        return revise(record).with_attempt(claim=new_claim(), handed_over_at=None)
 
-    update(store, seen.record.job_id, revised)
-
-
-def _resumed_meanwhile(seen: Status) -> InputError:
-    job_id = seen.record.job_id
-    return InputError(f"job {job_id}: somebody else has just resumed it; trainyard status {job_id}{seen.options}")
+    return update(store, seen.record.job_id, revised).record
