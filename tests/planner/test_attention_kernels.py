@@ -140,6 +140,8 @@ def test_a_plan_says_what_hoppers_own_kernels_would_gain_where_a_job_may_have_th
     two = job(LLAMA, documents=True)
     wider = two.training.model_copy(update={"micro_batch_size": 2, "global_batch_size": 16})
     assert notes(two.model_copy(update={"training": wider})) == [], "two sequences a micro-batch are refused"
+    dropping = {"model_type": "gpt2", "n_positions": 32768}
+    assert notes(job(dropping, documents=True)) == [], "its kernels have no dropout"
     assert notes(job({"model_type": "gemma2"}, documents=True)) == [], "its attention is written out"
 
 

@@ -167,6 +167,8 @@ def test_the_plan_counts_the_tensor_that_is_kept_no_more_and_the_kernel_that_mak
     for each in (shape, dataclasses.replace(shape, keeps_activated_gate=True)):
         found.append((TrainerLayers(each, layout).mlp_bytes, *Unfused(each, layout).block(4096)))
     thin, kept = found
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024}
+    assert shape_from_config(sizes | heads | {"hidden_act": "relu"}).keeps_activated_gate
     width_bytes = 512 * 4096 * 2
     assert kept[0] - thin[0] == width_bytes
     assert thin[1] == kept[1] and thin[2] - kept[2] == 2 * width_bytes, "the gate read, and written activated"

@@ -406,7 +406,13 @@ def shape_from_config(config: Config) -> ModelShape:
         raise NotCoveredError(
             f"model.config.model_type {model_type!r}: its sizes can't be planned{hint} (known: {', '.join(FAMILIES)})"
         )
-    return replace(checked(reader(config)), attention_dropout=_drops_attention(config))
+    shape = replace(checked(reader(config)), attention_dropout=_drops_attention(config))
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    return replace(shape, keeps_activated_gate=shape.keeps_activated_gate or activation not in THIN_ACTIVATIONS)
+
+
+THIN_ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_pytorch_tanh"})
+"""Of one kernel of torch's, so that the trainer makes the activated gate again (`trainer/models/gates.py`)."""
 
 
 ATTENTION_DROPOUT = {

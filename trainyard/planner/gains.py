@@ -38,6 +38,8 @@ def gain_of_flash_attention_3(
         return None
     if job.model.attention not in ("auto", "sdpa", "varlen"):
         return None
+    if formulas.shape is None or formulas.shape.attention_dropout:  # which its kernels have not
+        return None
     own = dataclasses.replace(layout, attention_kernel="own", masks="never")
     return _gain(job, chosen, {"model": {"attention": "flash_attention_3"}}, (layout, own), machines, formulas)
 

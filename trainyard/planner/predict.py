@@ -52,7 +52,7 @@ KNOWN_FIELDS = frozenset(
 )
 
 ATTENTIONS = ("flash", "flash_attention_2", "flash_attention_3", "unfused", "eager")
-"""What `attention` may say: fused, with Hopper's own kernels, its matrix kept, and kept in fp32 as well."""
+"""What `attention` may say: fused, with Ampere's kernels or Hopper's own, its matrix kept, and kept in fp32 as well."""
 
 PLACES = ("none", "cpu", "nvme")
 """Of what is offloaded."""

@@ -252,7 +252,7 @@ def layout_of(
         zero_sizes=zero_sizes_of(parallelism),
         flash_attention=not is_eager,
         attention_kernel=_attention_kernel(job, parallelism),
-        masks=_masks(job),
+        masks=_masks(job, parallelism),
         fp32_softmax=is_eager and model_type_of(job) not in NARROW_SOFTMAX,
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,
@@ -353,12 +353,13 @@ def _attention_kernel(job: JobSpec, parallelism: ParallelismSpec) -> AttentionKe
     return "ampere" if separates_documents(job) or parallelism.context > 1 else "own"
 
 
-def _masks(job: JobSpec) -> Masks:
+def _masks(job: JobSpec, parallelism: ParallelismSpec) -> Masks:
     """Where the trainer's fused attention needs a mask (`trainer/models/attention.py`)."""
     if job.model.attention == "flash_attention_3":
         return "never"
-    if separates_documents(job):
-        return "always" if job.model.attention == "sdpa" else "documents"
+    if separates_documents(job) and parallelism.context == 1:  # cut sequences have documents one after the other
+        is_half = job.training.precision not in ("fp32", "fp64")
+        return "documents" if is_half and job.model.attention != "sdpa" else "always"
     return "windows"
 
 

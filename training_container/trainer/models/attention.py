@@ -132,7 +132,9 @@ def _check_flash_attention_3(job: ResolvedJob, config: PretrainedConfig, device_
             f"model.attention: flash_attention_3 can't be had: {config.model_type} tells its window of"
             f" {config.sliding_window} tokens to the mask alone, and flash_attention_3 has none; set it to auto"
         )
-    if device_type != "cuda":
+    if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+        reason = "has no dropout, which this model's attention is trained with"
+    elif device_type != "cuda":
         reason = "runs on Hopper GPUs, and this machine has none"
     elif torch.cuda.get_device_capability()[0] != 9:
         reason = f"runs on Hopper GPUs, and this is {torch.cuda.get_device_name()}"

@@ -22,6 +22,8 @@ def _lines(kind: type[nn.Module]) -> list[tuple[Any, ...]] | None:
     for name in ("forward", "_norm"):
         code = getattr(getattr(kind, name, None), "__code__", None)
         if code is not None:
+            if code.co_freevars:  # a decorator's, which says nothing of what it wraps
+                return None
             constants = [each for each in code.co_consts if not isinstance(each, str)]
             found.append((name, code.co_code, code.co_names, code.co_varnames, constants))
     return found or None
