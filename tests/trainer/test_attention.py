@@ -1,7 +1,6 @@
 """Which attention runs is chosen, said and refused with a reason; documents by offsets equal documents by a mask."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,9 +279,11 @@ def test_a_masked_model_computes_what_transformers_alone_does(monkeypatch: pytes
     """Also where the choice is narrowed, as on a GPU."""
     job = job_with("Mistral", asked="sdpa", data={"document_masks": False})
     model = build_model(job, vocab_size=VOCAB_SIZE)
-    with monkeypatch.context() as patched:
-        patched.setattr(attention, "kernels_for", lambda *_: nullcontext())
+    AttentionInterface.register("sdpa", attention._theirs)
+    try:
         expected = logits_and_gradient(model)
+    finally:
+        AttentionInterface.register("sdpa", attention._sdpa)
     monkeypatch.setattr(attention, "kernels_for", lambda mask, _: sdpa_kernel(attention._RIGHT_WITH_MASKS))
     model.zero_grad()
     found = logits_and_gradient(model)
