@@ -4,9 +4,11 @@ The file is also the program whose memory is measured: `python -m test_export CH
 """
 
 import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from tokenizers import Tokenizer, models
 from trainer.checkpoint.base_model import base_model_digest, weights_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.export import Export, export
+from trainer.export_scratch import MARK, marked, remove_left, scratch_beside
 from trainer.models.build import build_model
 from trainer.models.described import describe_model
 from trainer_testing.checkpoints import save_checkpoint
@@ -29,6 +32,8 @@ from trainer_testing.support_table import UNTABLED, save_sources, source_of
 from trainer_testing.text_job import run_trainer, write_job
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
+from trainyard.children import start
+from trainyard.cli import exporting
 from trainyard.cli.app import run
 from trainyard.cli.exporting import run_export
 from trainyard.errors import InputError, JobFailedError
@@ -464,10 +469,69 @@ def test_a_newer_checkpoint_that_was_passed_over_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = "checkpoint step=4 skipped: manifest.json is missing"
-    done = subprocess.CompletedProcess([], 0, stdout='{"step": 3}\n', stderr=f"a library warns\n{told}\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    said = f"import sys; print('{{\"step\": 3}}'); print('a library warns\\n{told}', file=sys.stderr)"
+    monkeypatch.setattr(exporting, "start", lambda _, **options: start([sys.executable, "-c", said], **options))
     assert run_export(str(tmp_path), [], {}) == {"step": 3}
     assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_who_interrupts_the_verb_lets_the_export_remove_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = "import pathlib, signal, sys, time\ndef end(*_):\n    pathlib.Path('tidied').touch()\n    sys.exit(130)\n"
+    child += "signal.signal(signal.SIGTERM, end)\npathlib.Path('ready').touch()\ntime.sleep(600)\n"
+    monkeypatch.setattr(exporting, "start", lambda _, **options: start([sys.executable, "-c", child], **options))
+    monkeypatch.chdir(tmp_path)
+
+    def interrupt() -> None:
+        wait_for(tmp_path / "ready")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_export(str(tmp_path), [], {})
+    thread.join()
+    assert (tmp_path / "tidied").exists()
+
+
+@pytest.mark.slow
+def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    saved_model(tmp_path / "job", "Llama, tied")
+    stuck = (
+        "import sys, time, trainer.export as own\n"
+        "def write(asked, step, folder, **_):\n    (folder / 'half').touch()\n    time.sleep(600)\n"
+        "own._write = write\nown.command()\n"
+    )
+    arguments = ["--checkpoints", str(tmp_path / "job"), "--to", str(tmp_path / "hf")]
+    process = subprocess.Popen([sys.executable, "-c", stuck, *arguments], stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path, ".hf-*/export/half")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (130, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
+def wait_for(folder: Path, pattern: str = "") -> None:
+    """Until it is there, or something of that pattern in it."""
+    deadline = time.monotonic() + 300
+    while not (list(folder.glob(pattern)) if pattern else folder.exists()):
+        assert time.monotonic() < deadline, f"{pattern or folder} did not appear"
+        time.sleep(0.02)
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in (".hf-dead", ".hf-running", ".hf-elsewhere", ".hf-mine", ".other-dead")}
+    for name, place in places.items():
+        (place / "export").mkdir(parents=True)
+        if name != ".hf-mine":
+            with marked(place):  # its process ends here
+                pass
+    (places[".hf-elsewhere"] / MARK).write_text("another-host")
+    with marked(places[".hf-running"]), scratch_beside(tmp_path / "hf") as scratch:
+        remove_left(tmp_path / "hf")
+        assert scratch.exists()
+    assert {path.name for path in tmp_path.iterdir()} == set(places) - {".hf-dead"}
 
 
 def memory(name: str) -> int:

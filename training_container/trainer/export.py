@@ -23,12 +23,14 @@ import argparse
 import hashlib
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -42,6 +44,7 @@ from trainer.checkpoint.restore import OpenStep
 from trainer.export_base import BaseFolder, read_base, with_frozen
 from trainer.export_layouts import Read, adapter_groups, model_groups, write_adapter_config
 from trainer.export_merged import merged_groups
+from trainer.export_scratch import scratch_beside
 from trainer.export_weights import Described, Group, keep, write_shards
 from trainer.optimizers.router_bias import BUFFER as ROUTER_BIAS
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
@@ -69,6 +72,7 @@ _TOKENIZER_FILES = (
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """What its processors of images read."""
 _GENERATION_CONFIG = "generation_config.json"
+_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LISTING = "export.json"
 """Of an export in S3: its files with their sizes and SHA-256, written last. Without it the export is not whole."""
 
@@ -113,10 +117,10 @@ def export(asked: Export) -> dict[str, Any]:
 
 def _to_folder(asked: Export, to: Path) -> dict[str, Any]:
     # Beside the result: where the model has room, its checkpoint most likely has too.
-    with _folder_beside(to) as scratch:
-        partial = Path(scratch) / "export"
+    with scratch_beside(to) as scratch:
+        partial = scratch / "export"
         partial.mkdir(mode=0o755)
-        step = _open(asked, Path(scratch))
+        step = _open(asked, scratch)
         written = _write(asked, step, partial)
         to = to.resolve()
         if to.exists():
@@ -162,20 +166,6 @@ def _to_s3(asked: Export, to: str) -> dict[str, Any]:
 
 def _report(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _folder_beside(to: Path) -> tempfile.TemporaryDirectory[str]:
-    """Scratch beside the folder `to`; InputError where that can't be one, before anything is read."""
-    try:
-        to = to.resolve()
-        if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            raise InputError(f"--to {to}: is not empty; give a new folder")
-        if to == Path.cwd():
-            raise InputError(f"--to {to}: is the folder that this runs in, which can't be replaced; give a new folder")
-        to.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent)
-    except OSError as error:
-        raise InputError(f"--to {to}: can't be written: {error.strerror or error}; give another folder") from None
 
 
 def _open(asked: Export, scratch: Path) -> OpenStep:
@@ -427,5 +417,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """`main`, which removes what it has written so far where it is told to end (exit code 130)."""
+    for number in _ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays
+            signal.signal(number, _leave_tidily)
     sys.exit(main())
+
+
+def _leave_tidily(_: int, __: FrameType | None) -> NoReturn:
+    for number in _ENDINGS:  # one that comes while what was written is removed would leave the rest
+        signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(130)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,7 +1,9 @@
 """`export` and `promote`: a checkpoint's weights for those who serve them, and their registration."""
 
+import ctypes
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainyard.children import output_of, start
 from trainyard.cli.checkpoints import CheckpointsOf, StepOption, beside_of, destination_of
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json, turner
@@ -19,6 +22,9 @@ from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 if TYPE_CHECKING:
     from trainyard.launch.registry import Promotion, Registered
     from trainyard.launch.session import Account
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class WeightType(StrEnum):
@@ -278,21 +284,30 @@ def run_export(checkpoints: str, arguments: list[str], variables: dict[str, str]
     """What `python -m trainer.export` says it wrote; its one-line error as ours."""
     from trainyard.launch.local_backend import trainer_environment
 
-    done = subprocess.run(
+    process = start(
         [sys.executable, "-m", "trainer.export", "--checkpoints", checkpoints, *arguments],
         env=trainer_environment() | variables,
-        capture_output=True,
-        text=True,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_end_with_parent,
     )
-    if done.returncode == 0:
-        for line in done.stderr.splitlines():
+    # Told to end it removes what it has written so far, which may be as large as the model.
+    out, err = output_of(process)
+    if process.returncode == 0:
+        for line in err.splitlines():
             # A checkpoint that was passed over: what is written is not the newest. What of a base model is left out.
             if line.startswith(("checkpoint ", "warning: ")):
                 print(line, file=sys.stderr)
-        written: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        written: dict[str, Any] = json.loads(out.splitlines()[-1])
         return written
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
+    code = process.returncode
+    last = next((line for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
     words = last.strip().removeprefix("trainyard: ")
     kinds = {kind.exit_code: kind for kind in (InputError, AwsRefusedError)}
-    raise kinds.get(done.returncode, JobFailedError)(words)
+    raise kinds.get(code, JobFailedError)(words)
+
+
+def _end_with_parent() -> None:
+    """Nobody would wait for an export whose command was killed (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
