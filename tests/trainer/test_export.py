@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from trainer.checkpoint.base_model import base_model_digest, weights_digest
 from trainer.checkpoint.destination import LocalDestination
+from trainer.data.tokenizer import ByteTokenizer, tokenizer_of
 from trainer.export import Export, export
 from trainer.export_scratch import MARK, marked, remove_left, scratch_beside
 from trainer.models.build import build_model
@@ -473,6 +474,25 @@ def test_a_newer_checkpoint_that_was_passed_over_is_told(
     monkeypatch.setattr(exporting, "start", lambda _, **options: start([sys.executable, "-c", said], **options))
     assert run_export(str(tmp_path), [], {}) == {"step": 3}
     assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_what_was_learnt_of_bytes_is_read_as_bytes_by_a_job_that_starts_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    job = write_job(tmp_path / "job", "single", steps=1)
+    run_trainer(1, job, tmp_path / "out")
+    assert run(["export", str(tmp_path / "out"), "--to", str(tmp_path / "hf")]) == 0
+    assert "without a tokenizer" not in capsys.readouterr().out
+    again = load_job(job, [f"model.source={tmp_path}/hf", "model.config=null"])
+    texts = ["", "a b\n\tc  d", "e\u0301\u00e9 \U0001f600 <|endoftext|>\x00\x7f"]
+    bytewise, own = ByteTokenizer(), tokenizer_of(again)
+    assert (own.eos_id, own.prefix_ids, own.vocab_size) == (bytewise.eos_id, (), bytewise.vocab_size)
+    assert [ids.tolist() for ids in own.encode_batch(texts)] == [list(text.encode()) for text in texts]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.eos_token_id == 256 and theirs.decode(theirs(texts[1])["input_ids"]) == texts[1]
+    run_trainer(1, job, tmp_path / "next", "--set", f"model.source={tmp_path}/hf", "--set", "model.config=null")
 
 
 def test_who_interrupts_the_verb_lets_the_export_remove_what_it_has_written(

@@ -41,6 +41,7 @@ from trainer.checkpoint.base_model import FROZEN
 from trainer.checkpoint.destination import DestinationError, MissingFileError, open_destination, with_retries
 from trainer.checkpoint.reading import AlteredError
 from trainer.checkpoint.restore import OpenStep
+from trainer.data.byte_tokenizer import write_byte_tokenizer
 from trainer.export_base import BaseFolder, read_base, with_frozen
 from trainer.export_layouts import Read, adapter_groups, model_groups, write_adapter_config
 from trainer.export_merged import merged_groups
@@ -347,6 +348,8 @@ def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str
         copied += [name for name in names if any(_copy_small(place, name, folder) for place in of)]
     if asked.tokenizer is not None and not copied:
         raise InputError(f"--tokenizer {asked.tokenizer}: no file of a tokenizer is there")
+    if extra.get("reads_bytes") and not any(name in copied for name in _TOKENIZER_FILES):
+        copied += write_byte_tokenizer(folder)
     template = extra.get("chat_template")
     if isinstance(template, str):
         # What the job's chats were rendered by comes before the tokenizer's own, of whichever file, and of whichever

@@ -110,7 +110,10 @@ def export(
 
 def _warn_of_no_tokenizer(beside: Iterable[str]) -> None:
     if not any(name.startswith(("tokenizer", "vocab")) for name in beside):
-        print("  without a tokenizer: the job has none, or its own was not found; --tokenizer DIR brings one along")
+        print(
+            "  without a tokenizer: the job has none, or its own was not found; --tokenizer DIR brings one along. A "
+            "job that reads this model needs data.tokenizer, or data of format: tokens"
+        )
 
 
 def _arguments(

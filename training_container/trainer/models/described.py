@@ -17,8 +17,16 @@ def describe_model(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any]:
         "model_source": spec.model.source,
         "adapter": None if spec.model.adapter is None else spec.model.adapter.model_dump(mode="json"),
         "tokenizer": spec.data.tokenizer,
+        "reads_bytes": _reads_bytes(spec),
         "chat_template": _stated_template(spec),
     }
+
+
+def _reads_bytes(spec: JobSpec) -> bool:
+    """Whether the ids of a language model are those of ByteTokenizer."""
+    sources = (*spec.data.train, *spec.data.validation)
+    has_tokenizer = spec.data.tokenizer is not None or spec.model.source is not None
+    return spec.task == "causal_lm" and not has_tokenizer and all(source.format != "tokens" for source in sources)
 
 
 def _stated_template(spec: JobSpec) -> str | None:
