@@ -267,12 +267,34 @@ def test_a_mask_keeps_cudnn_out_of_torchs_choice(monkeypatch: pytest.MonkeyPatch
     function = AttentionInterface()["sdpa"]
     mask, bias = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(1, 2, 4, 4)
     for device in ("cpu", "cuda"):
-        query = SimpleNamespace(device=torch.device(device))
+        query = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
         function(torch.nn.Identity(), query, query, query, None)
         function(torch.nn.Identity(), query, query, query, mask)
         function(torch.nn.Identity(), query, query, query, None, position_bias=bias)
     assert seen == [True, True, True, True, False, False]
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_layers_share_what_kernels_read_in_a_masks_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each call of its own torch would make tokens x tokens numbers anew, and keep them."""
+    seen: list[torch.Tensor] = []
+
+    def noted(_: Any, query: torch.Tensor, *rest: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        seen.append(rest[2])
+        return torch.empty(0), None
+
+    monkeypatch.setattr(attention, "_theirs", noted)
+    function, mask = AttentionInterface()["sdpa"], torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    for each in (mask, mask, mask.clone()):
+        function(torch.nn.Identity(), query, query, query, each)
+    assert seen[0] is seen[1] and seen[2] is not seen[0]
+    expected = torch.zeros(1, 1, 4, 4, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
+    assert torch.equal(seen[0], expected) and seen[0].dtype == torch.bfloat16
+    monkeypatch.setattr(attention, "_type_on_gpu", lambda _: torch.float16)  # autocast's, which needs a GPU to be on
+    function(torch.nn.Identity(), query, query, query, mask)
+    assert seen[-1].dtype == torch.float16
+    assert attention.shared_bias(expected, torch.float32) is expected, "is one already"
 
 
 def test_a_masked_model_computes_what_transformers_alone_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,10 +307,18 @@ def test_a_masked_model_computes_what_transformers_alone_does(monkeypatch: pytes
     finally:
         AttentionInterface.register("sdpa", attention._sdpa)
     monkeypatch.setattr(attention, "kernels_for", lambda mask, _: sdpa_kernel(attention._RIGHT_WITH_MASKS))
+    theirs, noted = attention._theirs, []
+
+    def biased(module: Any, query: Any, key: Any, value: Any, mask: torch.Tensor, **named: Any) -> Any:
+        noted.append(mask)
+        return theirs(module, query, key, value, attention.shared_bias(mask, query.dtype), **named)
+
+    monkeypatch.setattr(attention, "_theirs", biased)
     model.zero_grad()
     found = logits_and_gradient(model)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert noted and all(mask is not None for mask in noted)
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.skipif(

@@ -59,6 +59,16 @@ def test_so_they_do_with_what_a_configuration_may_state(model_type: str) -> None
     assert abs(found.activations) < ACTIVATIONS
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_so_they_do_where_windows_are_a_mask(recompute: str) -> None:
+    """Which all layers share, but not their own copies of grouped keys and values."""
+    sizes = {"model_type": "mistral", **FEW, "intermediate_size": 6144, "num_key_value_heads": 4}
+    found = agreement({**sizes, "sliding_window": 1024}, activation_checkpointing=recompute, documents=False)
+    assert abs(found.activations) < {"none": ACTIVATIONS, "full": RECOMPUTED}[recompute]
+    plain = agreement({**sizes, "sliding_window": None}, activation_checkpointing=recompute, documents=False)
+    assert found.traced["activations"] > plain.traced["activations"]
+
+
 @pytest.mark.parametrize("stated", [{}, {"attention_dropout": 0.1}], ids=["kept", "dropped"])
 def test_so_they_do_where_a_job_asks_for_attention_that_is_written_out(stated: dict[str, Any]) -> None:
     found = agreement({"model_type": "qwen2", **FEW, "intermediate_size": 6144, **stated}, attention="eager")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from trainer.models.gates import is_gated, thin_gates
+from trainer_testing.published import of_defaults
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
@@ -17,7 +18,6 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from trainyard.errors import InputError
 from trainyard.planner.families import FAMILIES, shape_from_config
 from trainyard.planner.layout import Layout
 from trainyard.planner.trainer_layers import TrainerLayers
@@ -139,20 +139,7 @@ def test_compiled_it_is_one_graph_of_the_librarys_operations() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_plan_knows_whose_gates_are_made_again(family: str) -> None:
     """Of blocks that no expert is: of a family's own code nothing is assumed."""
-    try:
-        config = AutoConfig.for_model(family)
-        shape = shape_from_config(config.to_dict() | {"model_type": family})
-    except (InputError, TypeError) as error:  # of defaults that its reader, or transformers, has not
-        pytest.skip(str(error))
-    config.num_hidden_layers = 2
-    for name in ("layer_types", "mlp_layer_types"):
-        if getattr(config, name, None):
-            setattr(config, name, getattr(config, name)[:2])
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except TypeError as error:
-        pytest.skip(f"transformers' own defaults make no model: {error}")
+    shape, model = of_defaults(family)
     blocks = {type(module) for module in model.modules() if isinstance(getattr(module, "down_proj", None), nn.Linear)}
     if not shape.gated_mlp or not blocks:
         return

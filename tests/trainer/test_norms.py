@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.dry_run import kernels
 from trainer.models.norms import KNOWN, fuse_norms, is_written_out, rms_norm
+from trainer_testing.published import of_defaults
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -19,8 +20,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from trainyard.errors import InputError
-from trainyard.planner.families import FAMILIES, shape_from_config
+from trainyard.planner.families import FAMILIES
 from trainyard.planner.trainer_layers import FUSED_NORMS
 
 SIZES = {
@@ -172,19 +172,7 @@ def test_a_dry_runs_stand_in_keeps_what_the_kernel_keeps() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_plan_knows_which_families_norms_are_fused(family: str) -> None:
     """As each reader says; what has a gate or no weights isn't the layers' own."""
-    try:
-        config = AutoConfig.for_model(family)
-        shape = shape_from_config(config.to_dict() | {"model_type": family})
-    except (InputError, TypeError) as error:  # of defaults that its reader, or transformers, has not
-        pytest.skip(str(error))
-    config.num_hidden_layers = 2
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except TypeError as error:
-        pytest.skip(f"transformers' own defaults make no model: {error}")
+    shape, model = of_defaults(family)
     found = {
         is_written_out(type(module))
         for module in model.modules()

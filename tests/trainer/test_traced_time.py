@@ -123,6 +123,16 @@ def test_masked_attention_takes_as_much_longer_by_the_trace(
     assert counted == pytest.approx(reckoned, rel=0.05)
 
 
+def test_windows_of_packed_documents_are_no_mask_to_a_gpu() -> None:
+    """Of a trace on this machine they are one; a GPU's kernel for documents is told them."""
+    job = wide_job("mistral", {"data_shard": 8})
+    assert job.model.config is not None
+    model = job.model.model_copy(update={"config": job.model.config | {"sliding_window": 1024}})
+    data = job.data.model_copy(update={"document_masks": True})
+    reckoned, counted = seconds(job.model_copy(update={"model": model, "data": data}), 8)
+    assert counted == pytest.approx(reckoned, rel=0.03)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False])
 def test_an_images_tower_takes_what_its_trace_says(frozen: bool) -> None:

@@ -7,14 +7,14 @@ with their sizes and hashes, and `COMMITTED`, written last, with the manifest's 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
 from trainyard.launch.lineage import METRICS, refuse_anothers
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, other_step
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, other_step, problem_with_sizes
 from trainyard.spec.retention import Retention
 
 _MARKER = "COMMITTED"
@@ -120,22 +120,13 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         return _with(seen, problem=f"{_MANIFEST} can't be read ({type(error).__name__}: {error})")
     return _with(
         seen,
-        problem=_problem_with_sizes(shards, names),
+        problem=problem_with_sizes({name: size for name, size, _ in shards}, names) or "",
         world_size=world_size,
         strategy=extra.get("strategy"),
         shards=shards,
         extra=extra,
         manifest_sha256=digest,
     )
-
-
-def _problem_with_sizes(shards: Iterable[tuple[str, int, str]], names: Mapping[str, int]) -> str:
-    for name, size, _ in shards:
-        if name not in names:
-            return f"{name} is missing"
-        if names[name] != size:
-            return f"{name} has {names[name]} bytes, the manifest says {size}"
-    return ""
 
 
 def _unreadable(checkpoint: Checkpoint, error: TrainyardError) -> Checkpoint:

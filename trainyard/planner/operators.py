@@ -104,8 +104,8 @@ class Operators:
         """Of the part's peak, what is there for kernels of Ampere's instructions: no more where its products keep up
         more of their peak than others of its generation do (an H20's)."""
         peak = self.device.peak_tflops("bf16")
-        ceiling = min(1.0, AMPERE_CEILING_TFLOPS.get(self.device.generation, peak) / peak)
-        return ceiling / max(1.0, self.device.sustained)
+        ceiling = AMPERE_CEILING_TFLOPS.get(self.device.generation)
+        return 1.0 if ceiling is None else min(1.0, ceiling / peak) / max(1.0, self.device.sustained)
 
     def flash_share(self) -> float:
         """Of the peak, what fused attention's forward pass reaches with heads of 128."""

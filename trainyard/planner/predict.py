@@ -28,7 +28,7 @@ from trainyard.planner.kinds import other_kinds
 from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.time_constants import DEFAULT_CONSTANTS, Constants
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, TORCH_TAKES_CUDNN, Constants
 from trainyard.planner.timing import step_time, time_spread
 from trainyard.planner.wording import in_plain_words
 
@@ -752,6 +752,9 @@ def _year(fields: _Fields) -> float:
     container = re.search(r"\b(2[1-9])\.(0[1-9]|1[0-2])\b", text)
     if container:
         return 2000 + int(container.group(1)) + (int(container.group(2)) - 0.5) / 12
+    torch = re.search(r"torch[ =]*2\.(\d+)", text, re.IGNORECASE)
+    if torch and int(torch.group(1)) >= 11:
+        return TORCH_TAKES_CUDNN
     # Megatron-DeepSpeed is of 2022, FSDP's first version of 2023: later ones would be called something else.
     usual = {"megatron-deepspeed": 2022.5, "fsdp1": 2023.5}
     return next((year for word, year in usual.items() if word in text.lower()), THIS_YEAR)

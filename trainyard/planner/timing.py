@@ -402,7 +402,7 @@ class _Rank(Operators):
         each = 4.0 * shape.score_dim * self.tokens / layout.tensor
         flops = each * shape.mean_span(layout.sequence_length)
         if layout.flash_attention:
-            masked, whole = self._masked_share(), each * layout.sequence_length
+            masked, whole = TrainerLayers(shape, layout).masked_share, each * layout.sequence_length
             seconds = self.fused_attention(flops if not masked else whole, shape.head_dim, efficient=self._is_efficient)
             hidden = self.fused_attention(whole, shape.head_dim, is_causal=False, efficient=True)
             return (1 - masked) * seconds + masked * hidden
@@ -412,15 +412,6 @@ class _Rank(Operators):
             return flops / (0.4 * self.attention_peak)  # `Unfused` has what moves
         matrix = self.tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes
         return flops / (0.4 * self.attention_peak) + matrix * constants.attention_matrix_passes / self.bytes_per_second
-
-    def _masked_share(self) -> float:
-        """Of the layers, those whose fused attention reads a mask."""
-        shape, masks = self.shape, self.layout.masks
-        has_windows = 0 < shape.attention_window <= self.layout.sequence_length
-        if masks == "windows":
-            return shape.windowed_share if has_windows else 0.0
-        is_refused = self._is_efficient or shape.attention_dropout
-        return 1.0 if masks == "always" or (masks == "documents" and is_refused) else 0.0
 
     @property
     def _is_efficient(self) -> bool:

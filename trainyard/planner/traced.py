@@ -190,14 +190,16 @@ class _Traced(Operators):
         return seconds if is_aligned else seconds / self.constants.unaligned_speed
 
     def _attention_seconds(self, each: Mapping[str, Any]) -> float:
-        # Documents are told by no mask in a dry run, which has no positions: where the real run has one, it is known.
-        is_refused = each["is_efficient"] or each["drops"]
-        is_masked = self.layout.masks == "always" or (self.layout.masks == "documents" and is_refused)
+        # A dry run tells documents by no mask, having no positions, and windows by one, where a GPU may tell them to a
+        # kernel. What the real run has is known.
+        masks, has_two_widths = self.layout.masks, each["head_dim"] != each["value_dim"]
+        is_masked = masks == "always" or (masks == "documents" and (has_two_widths or each["drops"]))
+        is_told = each["is_efficient"] and not has_two_widths and masks in ("never", "documents") and not is_masked
         seconds = self.fused_attention(
             _attention_flops(each),
             each["head_dim"],
-            is_causal=each["is_causal"] and not is_masked,
-            efficient=each["is_efficient"] or (each["is_causal"] and is_masked),
+            is_causal=(each["is_causal"] or is_told) and not is_masked,
+            efficient=(each["is_efficient"] and not is_told) or (each["is_causal"] and is_masked),
         )
         return seconds * (2.5 if each["phase"] == "backward" else 1.0)
 

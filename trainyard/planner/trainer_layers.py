@@ -104,6 +104,33 @@ class TrainerLayers:
         """What recomputation keeps of a layer."""
         return self.split_hidden * self.residual_element
 
+    @cached_property
+    def masked_share(self) -> float:
+        """Of the layers, those whose fused attention reads a mask."""
+        shape, masks = self.shape, self.layout.masks
+        if not self.layout.flash_attention:
+            return 0.0
+        if masks == "windows":
+            has_windows = 0 < shape.attention_window <= self.layout.sequence_length
+            return shape.windowed_share if has_windows else 0.0
+        is_refused = shape.kv_lora_rank > 0 or shape.attention_dropout
+        return 1.0 if masks == "always" or (masks == "documents" and is_refused) else 0.0
+
+    @property
+    def _copied_share(self) -> float:
+        """Of the layers, those where each query head has its own copy of its keys and values: written out, and beside a
+        mask, where transformers makes them."""
+        shape, layout = self.shape, self.layout
+        if shape.copies_keys or not (layout.flash_attention or shape.kv_lora_rank):
+            return 1.0
+        return 0.0 if shape.kv_lora_rank or layout.context > 1 else self.masked_share
+
+    @property
+    def mask_bytes(self) -> float:
+        """A micro-batch's mask, a byte a score of one head, and what kernels read in its place, which layers share."""
+        scores = self.tokens * self.layout.sequence_length
+        return scores * (1 + self.element) * (self.masked_share > 0)
+
     # One layer, nothing recomputed.
 
     @cached_property
@@ -278,8 +305,7 @@ class TrainerLayers:
         if shape.attention_gate:
             # The sigmoid, the result that it is multiplied with, and what the output projection reads.
             width += query * (2 if is_read else 1)
-        if shape.copies_keys or not (layout.flash_attention or shape.kv_lora_rank):
-            width += 2.0 * (query - key)  # written out, each query head has its own copy of its keys and values
+        width += 2.0 * (query - key) * self._copied_share
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             width += (query + key) * self._score_norm_bytes / self.element
         if shape.normalizes_scores:

@@ -103,14 +103,14 @@ class _Step:
         return 4 * (routed * self._experts / layout.expert_shard_degree + dense / layout.shard_degree)
 
     def _ends(self) -> float:
-        """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass."""
+        """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass; and its mask."""
         layout, layers = self._layout, self._layers
         if layout.pipeline == 1:
-            return 0.0
+            return layers.mask_bytes
         passes = self._stage.in_flight * layout.chunks
         sent = passes - (1 if self._stage.head else 0)
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
-        return max(sent, 0.0) * layers.whole_hidden_bytes + split
+        return max(sent, 0.0) * layers.whole_hidden_bytes + split + self._stage.in_flight * layers.mask_bytes
 
     def _at_loss(self) -> Moment:
         """The last micro-batch in flight has just gone through the head."""

@@ -1,5 +1,6 @@
 """What a checkpoint may say of itself: one rule for the trainer, which restores it, and for `trainyard checkpoints`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ def other_step(step: int, *, manifest: Any, marker: Any) -> str | None:
         return f"its manifest is of step {manifest}"
     if marker not in (None, step):
         return f"its marker is of step {marker}"
+    return None
+
+
+def problem_with_sizes(expected: Mapping[str, int], there: Mapping[str, int]) -> str | None:
+    """What is wrong with a checkpoint's files by their names and bytes: as the manifest says, and as they are there."""
+    for name, size in expected.items():
+        if name not in there:
+            return f"{name} is missing"
+        if there[name] != size:
+            return f"{name} has {there[name]} bytes, the manifest says {size}"
     return None
 
 

@@ -37,6 +37,7 @@ def agreement(
     *,
     adapter: str | None = None,
     attention: str = "auto",
+    documents: bool = True,
     **training: Any,
 ) -> Any:
     """Both, of rank 5 of 8: as FSDP8, unless another layout is given."""
@@ -45,7 +46,7 @@ def agreement(
         job = cases.few_layers(shard, config, **training)
     else:
         job = cases.adapted(shard, adapter, config, **training)
-    masks = config["model_type"] in DOCUMENT_FAMILIES
+    masks = documents and config["model_type"] in DOCUMENT_FAMILIES
     data = job.data.model_copy(update={"document_masks": masks})
     model = job.model.model_copy(update={"attention": attention})
     return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), 5))

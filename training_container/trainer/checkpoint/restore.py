@@ -54,7 +54,7 @@ from trainer.checkpoint.reading import (
 )
 from trainer.heartbeat import beat
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, problem_with_sizes
 
 Retry = Callable[[str, Callable[[], Any]], Any]
 """`retry(what, operation)`: the operation's result, after as many tries as it takes (destination.with_retries)."""
@@ -277,7 +277,8 @@ class Restorer:
             raise error.refusal(self._uri(step)) from None
         except ManifestError as error:
             return Candidate(step, None, str(error))
-        return Candidate(step, manifest, _problem_with_sizes(manifest, folder, names))
+        there = {name.removeprefix(f"{folder}/"): size for name, size in names.items() if name.startswith(f"{folder}/")}
+        return Candidate(step, manifest, problem_with_sizes({f.name: f.num_bytes for f in manifest.files}, there))
 
     def _read(self, name: str) -> bytes:
         content: bytes = self._retry(f"reading {name}", lambda: self._destination.get_bytes(name))
@@ -484,16 +485,6 @@ def _begin_early(reader: StepReader, tensors: Mapping[str, torch.Tensor], rank: 
         num_bytes = reader.num_bytes(own)
         if _LEAST_OF_SHARD * num_bytes <= sum(bytes_of.values()) <= num_bytes:
             reader.begin(own)
-
-
-def _problem_with_sizes(manifest: Manifest, folder: str, names: Mapping[str, int]) -> str | None:
-    for file in manifest.files:
-        size = names.get(f"{folder}/{file.name}")
-        if size is None:
-            return f"{file.name} is missing"
-        if size != file.num_bytes:
-            return f"{file.name} has {size} bytes, the manifest says {file.num_bytes}"
-    return None
 
 
 def _difference_there(file: ShardFile, path: Path) -> str | None:

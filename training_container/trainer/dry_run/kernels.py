@@ -34,7 +34,7 @@ def _flash(
 
     Grouped keys and values stay as they are; autocast narrows all three, as a CPU's does not. A mask, and values
     narrower than keys (latent attention), are not for torch's flash kernel: it takes the other fused one, which keeps
-    as much. Shapes alone are told.
+    what it reads in the mask's place, too. Shapes alone are told.
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
@@ -43,8 +43,11 @@ def _flash(
     has_mask = attn_mask is not None and not isinstance(attn_mask, CausalBias)
     output: torch.Tensor
     if has_mask or value.size(-1) != query.size(-1):
+        bias = None
+        if has_mask:  # as `models/attention.py` has it on a GPU
+            bias = attention.shared_bias(attn_mask, query.dtype).expand(*query.shape[:-1], key.size(-2))
         output = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, dropout_p, is_causal, scale=scale
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )[0]
         return output
     output = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

@@ -270,6 +270,29 @@ def kernels_for(mask: torch.Tensor | None, device: torch.device) -> AbstractCont
     return nullcontext() if mask is None or device.type != "cuda" else sdpa_kernel(_RIGHT_WITH_MASKS)
 
 
+_BIAS = "additive_bias"
+"""Attribute of a mask: what it is to kernels."""
+
+
+def shared_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What torch makes of a boolean mask, zero or minus infinity, in `dtype`: once for all layers that are given it.
+
+    In every call of its own torch makes another, which the backward pass keeps: tokens x tokens numbers a layer.
+    """
+    if mask.dtype != torch.bool or torch.compiler.is_compiling():
+        return mask
+    made: torch.Tensor | None = getattr(mask, _BIAS, None)
+    if made is None or made.dtype != dtype:
+        made = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        setattr(mask, _BIAS, made)
+    return made
+
+
+def _type_on_gpu(query: torch.Tensor) -> torch.dtype:
+    """That in which attention computes there."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+
+
 _theirs = AttentionInterface()["sdpa"]  # transformers', before ours has its name
 
 
@@ -283,6 +306,8 @@ def _sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' own, by `kernels_for` what comes as a mask or becomes one."""
     bias = kwargs.get("position_bias")
+    if attention_mask is not None and bias is None and query.device.type == "cuda":
+        attention_mask = shared_bias(attention_mask, _type_on_gpu(query))
     with kernels_for(bias if attention_mask is None else attention_mask, query.device):
         output: tuple[torch.Tensor, None] = _theirs(module, query, key, value, attention_mask, **kwargs)
     return output
