@@ -12,11 +12,11 @@ from trainyard.planner.layout import AttentionKernel, Layout
 from trainyard.planner.operators import Operators
 from trainyard.planner.plan import plan
 from trainyard.planner.predict import predict
-from trainyard.planner.reading import layout_of_resolved, shape_of
+from trainyard.planner.reading import layout_of, layout_of_resolved, shape_of
 from trainyard.planner.resolve import resolve
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import step_time
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import JobSpec, ParallelismSpec
 
 LINKS = Fabric(8, 450.0, 50.0, EFA)
 
@@ -120,6 +120,24 @@ def test_a_window_saves_nothing_where_it_is_a_mask() -> None:
     assert seconds(job(windowed, attention="flash_attention_3")) < whole
 
 
+def layout_in(asked: JobSpec, **parallelism: int) -> Layout:
+    kinds = ParallelismSpec(**(parallelism or {"data_shard": 8}))
+    return layout_of(asked, kinds, micro_batch=1, num_micro_batches=1, recompute="none")
+
+
+def test_cut_sequences_have_windows_alone_as_a_mask_and_wide_numbers_all_documents() -> None:
+    """As ContextAttention has documents one after the other, and torch's kernel for them 16 bits alone."""
+    shape = shape_of(job({"model_type": "gpt2", "n_positions": 32768}, documents=True))
+    assert shape is not None and shape.attention_dropout
+    for attention in ("auto", "sdpa"):
+        packed = job(LLAMA, documents=True, attention=attention)
+        assert layout_in(packed, context=2, data_shard=4).masks == "windows"
+        assert layout_in(packed).masks == ("documents" if attention == "auto" else "always")
+    wide = job(LLAMA, documents=True)
+    fp32 = wide.model_copy(update={"training": wide.training.model_copy(update={"precision": "fp32"})})
+    assert layout_in(fp32).masks == "always"
+
+
 def test_documents_of_a_model_that_drops_scores_take_a_mask() -> None:
     gpt2 = {"model_type": "gpt2", "n_positions": 32768}
     assert seconds(job(gpt2, documents=True)) > 1.5 * seconds(job(gpt2 | {"attn_pdrop": 0.0}, documents=True))
@@ -151,5 +169,6 @@ def test_torchs_own_attention_is_cudnns_on_hopper_from_its_release_of_march_2026
         return float(predict(asked)["step_seconds"])
 
     assert step("2026-02") > 1.3 * step("2026-04")
+    assert step("torch 2.11") == step("2026-04") and step("torch 2.10") == step("2026-02")
     assert step("2026-04", attention="flash_attention_2") > 1.3 * step("2026-04")
     assert step("2026-02", "A100") == pytest.approx(step("2026-04", "A100"), rel=1e-6)

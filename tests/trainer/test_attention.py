@@ -77,6 +77,7 @@ def test_what_packed_documents_cost_with_cut_sequences_is_said() -> None:
             {"packing": False},
             r"flash_attention_3 runs on Hopper GPUs, and this machine has none; set it",
         ),
+        ("gpt2", "flash_attention_3", {"packing": False}, r"flash_attention_3 has no dropout, .*; set it to auto"),
         ("Llama", "varlen", {}, r"varlen can't be had: torch's kernel for it needs an NVIDIA GPU .*; set it to auto"),
         ("Llama", "varlen", {"document_masks": False}, r"varlen can't be had: no packed documents"),
         (

@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from trainer.models.gates import is_gated, thin_gates
+from trainer.models.known_code import is_known
 from trainer_testing.published import of_defaults
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
@@ -95,6 +97,17 @@ def test_what_is_more_than_a_kernel_of_torchs_stays(activation: str) -> None:
     block = LlamaMLP(LlamaConfig(**SIZES, hidden_act=activation))
     thin_gates(block)
     assert type(block) is LlamaMLP
+
+
+def test_a_decorators_code_is_not_what_it_wraps() -> None:
+    def decorated(inner: Any) -> Any:
+        def forward(self: Any, x: Any) -> Any:
+            return inner(self, x)
+
+        return forward
+
+    known, other = (type(name, (nn.Linear,), {"forward": decorated(of)}) for name, of in (("A", len), ("B", max)))
+    assert not is_known(known, (other,)) and not is_known(known, (known,))
 
 
 def _model(kind: str) -> PreTrainedModel:
