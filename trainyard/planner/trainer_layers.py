@@ -123,7 +123,8 @@ class TrainerLayers:
         shape, layout = self.shape, self.layout
         if shape.copies_keys or not (layout.flash_attention or shape.kv_lora_rank):
             return 1.0
-        return 0.0 if shape.kv_lora_rank or layout.context > 1 else self.masked_share
+        # A single head's are a view for all of them.
+        return 0.0 if shape.kv_lora_rank or layout.context > 1 or shape.kv_heads == 1 else self.masked_share
 
     @property
     def mask_bytes(self) -> float:

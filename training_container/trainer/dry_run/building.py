@@ -82,7 +82,7 @@ def shortened(job: ResolvedJob, num_micro_batches: int) -> ResolvedJob:
     training = job.spec.training.model_copy(update={"global_batch_size": batch, "compile": False})
     model = job.spec.model
     if model.attention in ("varlen", "flash_attention_3") and job.parallelism.context == 1:  # refused with more
-        model = model.model_copy(update={"attention": "sdpa"})
+        model = model.model_copy(update={"attention": "auto"})
     recovery = job.spec.recovery.model_copy(update={"elastic": None})  # it would adapt this batch once more
     return _with_spec(job, training=training, model=model, recovery=recovery).model_copy(
         update={"gradient_accumulation_steps": num_micro_batches}

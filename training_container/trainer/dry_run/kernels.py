@@ -14,6 +14,7 @@ from transformers import masking_utils
 
 from trainer.losses import linear
 from trainer.models import attention, norms
+from trainer.models.configuration import configuration_of
 from trainer.strategies import expert_parallel
 from trainyard.spec.job import ResolvedJob
 
@@ -106,6 +107,11 @@ def _no_packed_documents(_: torch.Tensor) -> None:
     and then makes masks, and copies of grouped keys and values to go with them."""
 
 
+def _packed_documents(positions: torch.Tensor) -> torch.Tensor:
+    """That each belongs to the first document, where a GPU has a mask for them."""
+    return torch.zeros_like(positions)
+
+
 def _taken_for_granted(*_: Any) -> None:
     """What a model demands of values (LLaVA: as many image tokens as its tower gives), which nobody has."""
 
@@ -125,6 +131,8 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
         share = [num_rows // ranks_with_experts] * counts.size(0)
         return [share, list(share)]
 
+    config = configuration_of(job) if job.spec.task == "causal_lm" else None
+    has_mask = config is not None and attention.masks_documents(job, config)
     with ExitStack() as stack:
         for owner, name, ours in (
             (nn.functional, "scaled_dot_product_attention", _flash),
@@ -133,7 +141,7 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
             (linear, "_product", _product),
             (sgd, "_default_to_fused_or_foreach", _foreach),
             (torch, "_check_tensor_all_with", _taken_for_granted),
-            (masking_utils, "find_packed_sequence_indices", _no_packed_documents),
+            (masking_utils, "find_packed_sequence_indices", _packed_documents if has_mask else _no_packed_documents),
             (expert_parallel, "row_counts", balanced),
             (attention, "offsets_of", _one_document_each),
         ):

@@ -84,6 +84,15 @@ def choose_attention(job: ResolvedJob, config: PretrainedConfig, *, device_type:
     return AttentionChoice("sdpa", _mask_reason(job, config))
 
 
+def masks_documents(job: ResolvedJob, config: PretrainedConfig) -> bool:
+    """Whether a mask keeps packed documents apart where torch's kernel for them is to be had: on GPUs since Ampere."""
+    asked = job.spec.model.attention
+    if not separates_documents(job.spec) or job.parallelism.context > 1 or asked in ("eager", "flash_attention_3"):
+        return False
+    is_half = job.spec.training.precision in HALF_TYPES
+    return asked == "sdpa" or not is_half or _model_obstacle(job, config.get_text_config()) is not None
+
+
 def check(job: ResolvedJob, *, device_type: str) -> None:
     """InputError, in one line and before anything is read, for attention that can't be had here."""
     config = configuration_of(job)
