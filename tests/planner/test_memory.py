@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
 
 from trainyard.errors import InputError
-from trainyard.planner import predict
+from trainyard.planner import predict, timing
 from trainyard.planner.activations import encoder_bytes, layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB
 from trainyard.planner.families import shape_from_config
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import PARTS, memory, workspace_bytes
+from trainyard.planner.memory import PARTS, memory, state_bytes, workspace_bytes
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.trainer_layers import TrainerLayers
@@ -480,6 +481,119 @@ def test_a_loss_in_parts_never_has_all_its_logits() -> None:
     assert logits_bytes(whole.shape, whole.layout) == 65536 * 128256 * 14
     parts = 2048 * 128256 * 8 + 4 * 128256 * 4096 + 65536 * 4096 * 2
     assert logits_bytes(chunked.shape, chunked.layout) == parts
+
+
+SEVEN: dict[str, Any] = {
+    "model": "llama-2-7b", "gpu": "A100", "gpus": 8, "seq": 4096, "micro_batch": 4, "sharding": "zero3",
+    "recompute": "full", "framework": "PyTorch FSDP", "framework_version": "2025-03",
+}  # fmt: skip
+
+
+def _layout_of(**fields: Any) -> Layout:
+    return understand(SEVEN | fields).layout
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_"),
+    [
+        ({}, (4, 4, 8, 2)),
+        ({"master_weights": "none"}, (2, 2, 4, 0)),
+        ({"master_weights": "copy"}, (2, 2, 12, 0)),
+        ({"framework": "transformers"}, (2, 2, 4, 0)),
+        ({"framework": "transformers", "master_weights": "weights"}, (4, 4, 8, 2)),
+        # FSDP gathers fp32, of which autocast makes 16 bits.
+        ({"framework": "transformers", "autocast": True}, (4, 4, 8, 6)),
+        ({"autocast": True, "sharding": "none"}, (4, 4, 8, 2)),
+        ({"framework": "PaddlePaddle", "precision": "fp16"}, (2, 2, 12, 0)),
+        ({"framework": "Megatron-Core", "sharding": "zero1", "master_weights": "copy"}, (2, 4, 12, 0)),
+        # A byte for each average, whatever the weights' type.
+        ({"framework": "transformers", "optimizer": "adamw_8bit"}, (2, 2, 2.03125, 0)),
+        ({"master_weights": "none", "precision": "fp32"}, (4, 4, 8, 0)),
+    ],
+)
+def test_who_trains_says_what_is_in_fp32(fields: dict[str, Any], bytes_: tuple[float, ...]) -> None:
+    each = state_bytes(_layout_of(**fields))
+    assert (each.parameter, each.gradient, each.optimizer, each.compute_copy) == bytes_
+
+
+def test_autocast_keeps_what_flows_between_layers_in_fp32() -> None:
+    shape = understand(SEVEN).shape
+    narrow, wide = _layout_of(), _layout_of(autocast=True)
+    tokens = 4 * 4096
+    assert layer_activation_bytes(shape, narrow, "full") == tokens * 4096 * 2
+    assert layer_activation_bytes(shape, wide, "full") == tokens * 4096 * 4
+    # Two norms: an fp32 input and normalized value, and narrow copies for three products, and for two.
+    copied, by_parts = 2 * (2 * 4) + 5 * 2, 2 * 4 * 2
+    more = layer_activation_bytes(shape, wide, "none") - layer_activation_bytes(shape, narrow, "none")
+    assert more == tokens * 4096 * (copied - by_parts)
+    adapted = {"method": "lora", "framework": "transformers"}
+    assert _peak_gib(**adapted, autocast=True) > 1.2 * _peak_gib(**adapted)
+
+
+def _peak_gib(**fields: Any) -> float:
+    return float(predict(SEVEN | fields)["peak_memory_gib"])
+
+
+def test_checkpoints_in_the_hosts_memory_are_not_on_the_gpu() -> None:
+    kept = 32 * 4 * 4096 * 4096 * 2 / GIB
+    there, away = (_peak_gib(offload_checkpoints=place, loss_chunk_tokens=512) for place in ("none", "cpu"))
+    # One layer's input stands with what is computed again.
+    assert there - away == pytest.approx(kept * 31 / 32)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 10.0])
+def test_and_take_time_where_layers_do_not_hide_them(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = predict(SEVEN | {"offload_checkpoints": "none"})["step_seconds"]
+    rate = math.inf if not seconds else 32 * 4 * 4096 * 4096 * 2 / seconds
+    monkeypatch.setattr(timing, "PCIE_BYTES_PER_SECOND", rate)
+    more = predict(SEVEN | {"offload_checkpoints": "cpu"})["step_seconds"] - usual
+    # Out and back, beside what a pass computes.
+    assert 2 * seconds - usual < more <= 2 * seconds if seconds else more == pytest.approx(0.0)
+
+
+def test_tensor_ranks_may_each_have_all_logits() -> None:
+    asked = {"tp": 4, "sharding": "none", "recompute": "none"}
+    shared, whole = _layout_of(**asked), _layout_of(**asked, parallel_loss=False)
+    shape = understand(SEVEN).shape
+    assert logits_bytes(shape, whole) == 4 * logits_bytes(shape, shared)
+    assert predict(SEVEN | asked | {"parallel_loss": False})["step_seconds"] > predict(SEVEN | asked)["step_seconds"]
+
+
+def test_compiled_layers_keep_what_products_read() -> None:
+    shape = understand(SEVEN).shape
+    eager, compiled = _layout_of(), _layout_of(framework="PyTorch FSDP, torch.compile")
+    assert not _layout_of(framework="PyTorch FSDP, no torch.compile").compiled
+    # Two units less of each norm, and the activated gate.
+    less = layer_activation_bytes(shape, eager, "none") - layer_activation_bytes(shape, compiled, "none")
+    assert less == 4 * 4096 * 2 * (2 * 2 * 4096 + 11008)
+
+
+@pytest.mark.parametrize(
+    ("framework", "bytes_"), [("PyTorch FSDP2", 14), ("torchtitan", 6), ("PyTorch FSDP2 (compiled)", 6)]
+)
+def test_a_loss_is_compiled_where_somebody_says_so(framework: str, bytes_: int) -> None:
+    question = understand(SEVEN | {"framework": framework})
+    assert logits_bytes(question.shape, question.layout) == 4 * 4096 * 32000 * bytes_
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"autocast": True, "precision": "fp32"}, "autocast: makes fp32 narrower; set precision to bf16 or fp16"),
+        ({"autocast": True, "master_weights": "none"}, "master_weights none: autocast has weights in fp32"),
+        ({"master_weights": "some"}, "master_weights: must be one of none, weights, copy"),
+        (
+            {"offload_checkpoints": "cpu", "recompute": "none"},
+            "offload_checkpoints cpu: is of what recompute full keeps",
+        ),
+        ({"offload_checkpoints": "nvme"}, "offload_checkpoints: must be one of none, cpu"),
+        ({"parallel_loss": "yes"}, "parallel_loss: must be true or false"),
+    ],
+)
+def test_what_contradicts_itself_is_one_line(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)) as caught:
+        understand(SEVEN | fields)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("version", "bytes_"), [("2024-09", 2 + 12 / 8), ("2024-06", 14)])

@@ -25,8 +25,10 @@ def layer_activation_bytes(
     """Bytes that one layer (the average one) saves of one micro-batch for its backward pass."""
     residual = layout.tokens_per_micro_batch * layout.element_bytes * shape.hidden / layout.norm_split
     if recompute == "full":
-        # Embeddings in fp32 make the residual stream fp32, whatever autocast narrows inside of a layer.
-        return residual * (max(layout.element_bytes, 4) / layout.element_bytes if layout.keeps_rest_in_fp32 else 1)
+        if layout.offloads_checkpoints:
+            # One goes out or comes in while the next layer has its own, which counts as rebuilt.
+            return 0.0
+        return residual * layout.stream_bytes / layout.element_bytes
     if recompute == "selective" and layout.engine == "torch":
         share = constants.selective_share if layout.saves_every_second_product else 1.0
         kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.value_dim / layout.tensor
@@ -47,9 +49,16 @@ def layer_activation_bytes(
     return (attention + block + routed + mixer) / shape.layers + norms
 
 
+READERS_OF_A_NORM = 2.5
+"""Products that read a norm: three of attention, two of a gated block."""
+
+
 def _norm_units(layout: Layout, constants: MemoryConstants) -> float:
-    """A norm keeps its input and output; computed in fp32 by parts, also a copy and the normalized value."""
-    fused = layout.engine == "megatron" or layout.precision in ("fp32", "fp64")
+    """A norm keeps its input and output; computed in fp32 by parts, also a copy and the normalized value. Under
+    autocast input and normalized value are in fp32, and each product has its own narrow copy of the output."""
+    if layout.autocast:
+        return 2 * layout.stream_bytes / layout.element_bytes + READERS_OF_A_NORM
+    fused = layout.engine == "megatron" or layout.compiled or layout.precision in ("fp32", "fp64")
     return 2.0 if fused else constants.unfused_norm_units
 
 
@@ -101,7 +110,8 @@ def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | N
     """Inputs and output of the activation function; unfused SwiGLU keeps the activated gate as well."""
     tensors = 2.0
     if shape.gated_mlp:
-        tensors = 3.0 if layout.engine == "megatron" and layout.library != "nanotron" else 4.0
+        makes_again = layout.compiled or (layout.engine == "megatron" and layout.library != "nanotron")
+        tensors = 3.0 if makes_again else 4.0
     return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / (split or layout.tensor)
 
 
@@ -173,7 +183,9 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
         # A scale's gradient needs what it scales: the output of every product.
         width += qkv + 2 * shape.hidden + shape.ffn * (2 if shape.gated_mlp else 1)
     width += shape.ffn * (3 if shape.gated_mlp else 1)
-    width += shape.hidden * (2 if shape.norm == "layer" else 4)
+    width += (
+        shape.hidden * (2 if shape.norm == "layer" else 4) * (layout.stream_bytes / element if layout.autocast else 1)
+    )
     if layout.method == "qlora":
         width += constants.quantized_inputs * (shape.ffn + 4 * shape.hidden)
         if layout.keeps_rest_in_fp32:
@@ -196,10 +208,10 @@ def logits_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants =
     element = layout.element_bytes
     tokens = layout.tokens_per_micro_batch
     if layout.loss_chunk_tokens is not None and tokens > layout.loss_chunk_tokens:
-        chunk = layout.loss_chunk_tokens * shape.vocab * (2 * element + 4) / layout.tensor
+        chunk = layout.loss_chunk_tokens * shape.vocab * (2 * element + 4) / layout.loss_split
         head = 4 * shape.vocab * shape.hidden / layout.tensor if layout.method == "full" else 0.0
         return chunk + head + tokens * shape.hidden * element
-    return tokens * shape.vocab * _loss_element_bytes(layout, constants) / layout.tensor
+    return tokens * shape.vocab * _loss_element_bytes(layout, constants) / layout.loss_split
 
 
 def _loss_element_bytes(layout: Layout, constants: MemoryConstants) -> float:

@@ -18,6 +18,9 @@ the part's own instructions, where it has more (cuDNN's, FlashAttention-3)."""
 Library = Literal["", "litgpt", "transformers", "nanotron", "torchtune", "trainyard"]
 """Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known.
 trainyard is our own trainer, whose memory has formulas of its own (`trainer_memory`)."""
+Masters = Literal["usual", "none", "weights", "copy"]
+"""usual: the engine's. none: weights, gradients and moments are all as narrow as products. weights: all of these are in
+fp32. copy: moments, and a copy of the weights that the optimizer updates, are; weights and gradients are narrow."""
 Adapter = Literal["lora", "prefix", "scale"]
 """What is trained beside frozen weights: LoRA; LLaMA-Adapter's prefixes to attention (arXiv:2303.16199); its second
 version's scale and bias of each product (arXiv:2304.15010)."""
@@ -107,6 +110,14 @@ class Layout:
     """A running average of the weights beside them."""
     year: float = 2026.0
     """When the framework's version appeared: kernels and overlap have improved since."""
+    masters: Masters = "usual"
+    """What is in fp32 beside products of 16 bits or fewer."""
+    autocast: bool = False
+    """Products alone are narrow: weights are gathered, and what flows between them is, in fp32."""
+    offloads_checkpoints: bool = False
+    """What recomputation keeps of each layer waits in the host's memory."""
+    whole_logits: bool = False
+    """Tensor ranks gather the logits: each computes the loss of all of the vocabulary."""
     loss_chunk_tokens: int | None = None
     """Positions whose logits exist at one time, where the loss is computed in the head; None: a micro-batch's all."""
     rank: Rank = "worst"
@@ -119,6 +130,8 @@ class Layout:
     """Megatron's fused cross-entropy, which keeps two fp32 tensors of the logits' size, its plain one keeps one."""
     saves_every_second_product: bool = False
     """Selective recomputation keeps every other matrix product's output (torchtitan's default), not all of them."""
+    compiled: bool = False
+    """torch.compile makes a layer: what isn't a product's is computed again where it is asked for."""
     compiled_loss: bool = False
     """Compiled cross-entropy never makes the fp32 copies of the logits."""
     deferred_head: bool = False
@@ -195,6 +208,17 @@ class Layout:
         """
         widened = self.method == "qlora" and self.library == "transformers" and self.quantization == "nf4"
         return widened and self.zero_stage < 3
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of an element between layers: embeddings in fp32 make them fp32, whatever autocast narrows inside."""
+        is_wide = self.keeps_rest_in_fp32 or self.autocast
+        return max(self.element_bytes, 4) if is_wide else self.element_bytes
+
+    @property
+    def loss_split(self) -> int:
+        """Tensor ranks that share the logits."""
+        return 1 if self.whole_logits else self.tensor
 
     @property
     def expert_split(self) -> int:

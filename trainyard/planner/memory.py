@@ -19,7 +19,7 @@ from trainyard.planner.adapters import adapter_params
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
 from trainyard.planner.deepspeed_buffers import buffer_bytes, flattening_bytes, update_bytes
 from trainyard.planner.deepspeed_weights import whole_elements
-from trainyard.planner.layout import Layout
+from trainyard.planner.layout import Engine, Layout, Masters
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages
 from trainyard.planner.trainer_layers import TrainerLayers
@@ -157,14 +157,32 @@ def state_bytes(layout: Layout) -> StateBytes:
         return StateBytes(4, 4, 4 * is_copied + moments, 0)
     if layout.precision == "fp64":
         return StateBytes(8, 8, 2 * moments, 0)
-    if layout.engine == "plain":
-        return StateBytes(2, 2, moments / 2, 0)
-    if layout.engine == "deepspeed" and not layout.is_deepspeed_autocast:
-        return StateBytes(2, 4 if _sums_in_fp32(layout) else 2, 4 + moments, 0)
+    masters = _masters(layout)
+    if masters == "copy":
+        return StateBytes(2, _narrow_gradient_bytes(layout), 4 + moments, 0)
+    if masters == "none":
+        # Averages of a byte have one, whatever type the weights have.
+        return StateBytes(2, 2, moments if layout.optimizer == "adamw_8bit" else moments / 2, 0)
+    # FSDP gathers what it cut; where autocast makes it narrow, product by product, that is in fp32.
+    return StateBytes(4, 4, moments, 6 if layout.autocast and layout.zero_stage == 3 else 2)
+
+
+def _masters(layout: Layout) -> Masters:
+    """What is in fp32 in training with 16 bits or fewer."""
+    if layout.autocast or layout.is_deepspeed_autocast:
+        return "weights"
+    if layout.masters != "usual":
+        return layout.masters
+    usual: dict[Engine, Masters] = {"plain": "none", "deepspeed": "copy", "megatron": "copy", "torch": "weights"}
+    return usual[layout.engine]
+
+
+def _narrow_gradient_bytes(layout: Layout) -> float:
+    """Of a gradient whose weight is narrow."""
     if layout.engine == "megatron":
         # nanotron's fp32 accumulators stand beside the gradients that autograd makes.
-        return StateBytes(2, 6 if layout.library == "nanotron" else 4, 4 + moments, 0)
-    return StateBytes(4, 4, moments, 2)
+        return 6 if layout.library == "nanotron" else 4
+    return 4 if layout.engine == "deepspeed" and _sums_in_fp32(layout) else 2
 
 
 def _sums_in_fp32(layout: Layout) -> bool:
@@ -343,8 +361,9 @@ def _adapter_state(
     )
     linears = max(params.total - vocabulary, 0.0)
     # litgpt's head is a four-bit linear too; transformers' fine-tuning keeps what is not quantized in fp32.
-    linear_bytes = QLORA_BYTES if layout.method == "qlora" else float(layout.element_bytes)
-    whole_bytes = 4.0 if layout.keeps_rest_in_fp32 else float(layout.element_bytes)
+    whole_bytes = 4.0 if layout.keeps_rest_in_fp32 or layout.autocast else float(layout.element_bytes)
+    narrow_bytes = whole_bytes if layout.autocast else float(layout.element_bytes)
+    linear_bytes = QLORA_BYTES if layout.method == "qlora" else narrow_bytes
     base = (linears * linear_bytes + vocabulary * whole_bytes) * share * (layout.offload_parameters == "none")
     adapters = lora_params(shape, layout, stage)
     copies = vocabulary * layout.trains_vocabulary
@@ -376,7 +395,7 @@ def _stage_activations(
     if layout.recompute != "none":
         rebuilt = layer_activation_bytes(shape, layout, "none", constants) - kept
     # The embedding's output, and the last hidden states before the head.
-    edges = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.norm_split
+    edges = layout.tokens_per_micro_batch * shape.hidden * layout.stream_bytes / layout.norm_split
     return held + max(rebuilt - logits, 0.0) + edges * (stage.embedding * stage.in_flight + stage.head)
 
 
@@ -408,7 +427,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
     full = layout.method == "full"
     gathered_element = each.compute_copy or each.parameter
     if not full:
-        gathered_element = float(layout.element_bytes)
+        gathered_element = 6.0 if layout.autocast else float(layout.element_bytes)
     if layout.gathers_once:
         return params.total * (gathered_element + (4 if full else 0))
     if layout.zero_stage == 3 and layout.shard_degree > 1:

@@ -25,7 +25,18 @@ from trainyard.planner.families import (
     size_of_unknown,
 )
 from trainyard.planner.kinds import other_kinds
-from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
+from trainyard.planner.layout import (
+    Adapter,
+    Engine,
+    Layout,
+    Library,
+    Masters,
+    Method,
+    Optimizer,
+    Precision,
+    Rank,
+    Recompute,
+)
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, TORCH_TAKES_CUDNN, Constants
@@ -43,7 +54,7 @@ KNOWN_FIELDS = frozenset(
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
-        "loss_chunk_tokens",
+        *("loss_chunk_tokens", "parallel_loss", "master_weights", "autocast", "offload_checkpoints"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         "head_products",
         *("expert_overlap", "expert_exchange", "capacity_factor"),
@@ -53,6 +64,9 @@ KNOWN_FIELDS = frozenset(
 
 ATTENTIONS = ("flash", "flash_attention_2", "flash_attention_3", "unfused", "eager")
 """What `attention` may say: fused, with Ampere's kernels or Hopper's own, its matrix kept, and kept in fp32 as well."""
+
+MASTERS = ("none", "weights", "copy")
+"""Where a request's weights are in fp32: nowhere, as they are, or as a copy beside narrow ones."""
 
 PLACES = ("none", "cpu", "nvme")
 """Of what is offloaded."""
@@ -700,7 +714,12 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         # Before flash attention, models were trained with dropout.
         "dropout": fields.flag("dropout", engine == "megatron" and not _flash(fields)),
         "fused_loss": fields.flag("loss_fusion", _flash(fields)),
-        "compiled_loss": engine == "torch" and year is not None and int(year.group(1)) >= 25,
+        "compiled": engine in ("torch", "plain") and _says(text, "compile"),
+        "compiled_loss": engine == "torch"
+        and year is not None
+        and int(year.group(1)) >= 25
+        # Of other loops the layers are compiled alone, if anything is.
+        and ("torchtitan" in text or _says(text, "compile")),
         "transformer_engine": fields.flag("transformer_engine", True),
         "expert_tensor": fields.whole("expert_tp", 1) if fields.given("expert_tp") else None,
         "rank": cast(Rank, fields.choice("rank", "worst", get_args(Rank))),
@@ -721,8 +740,23 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "flash_attention": attention.startswith("flash"),
         "attention_kernel": {"flash_attention_2": "ampere", "flash_attention_3": "own"}.get(attention, "usual"),
         "loss_chunk_tokens": fields.whole("loss_chunk_tokens", 1) if fields.given("loss_chunk_tokens") else None,
+        "whole_logits": not fields.flag("parallel_loss", True),
+        **_numerics(fields),
         "fp32_softmax": attention == "eager",
     }
+
+
+def _numerics(fields: _Fields) -> dict[str, Any]:
+    """What is in fp32 beside narrow products. InputError where two fields contradict each other."""
+    # PaddlePaddle's O2: weights and gradients of 16 bits, and the optimizer's copy.
+    usual = "copy" if "paddle" in _words(fields) else "usual"
+    masters = fields.choice("master_weights", usual, MASTERS) if fields.given("master_weights") else usual
+    autocast, precision = fields.flag("autocast", False), fields.text("precision")
+    if autocast and precision in ("fp32", "fp64"):
+        raise InputError(f"autocast: makes fp32 narrower; set precision to bf16 or fp16 (given: {precision})")
+    if autocast and masters not in ("usual", "weights"):
+        raise InputError(f"master_weights {masters}: autocast has weights in fp32; leave one of the two out")
+    return {"autocast": autocast, "masters": cast(Masters, masters)}
 
 
 def _host_exchange(fields: _Fields) -> bool:
@@ -783,6 +817,10 @@ def _layout(
             raise InputError(f"global_batch {batch}: is not a multiple of micro_batch x dp = {micro} x {data_parallel}")
         raise InputError(f"global_batch {batch}: is not a multiple of dp = {data_parallel}")
     offload, offload_parameters = _offloads(fields, engine, stage, ranks)
+    recompute = fields.choice("recompute", _usual_recompute(fields, kernels, ranks, method), get_args(Recompute))
+    offloads_checkpoints = fields.choice("offload_checkpoints", "none", ("none", "cpu")) == "cpu"
+    if offloads_checkpoints and recompute != "full":
+        raise InputError(f"offload_checkpoints cpu: is of what recompute full keeps (recompute: {recompute})")
     chunks = fields.whole("vp", 1)
     sequence_length = fields.whole("seq", 4096 if shape.gated_mlp else 2048)
     if kernels["loss_chunk_tokens"] is None and _says(_words(fields), "liger"):
@@ -802,10 +840,8 @@ def _layout(
         year=_year(fields),
         sequence_length=sequence_length,
         precision=cast(Precision, fields.choice("precision", "bf16", get_args(Precision))),
-        recompute=cast(
-            Recompute,
-            fields.choice("recompute", _usual_recompute(fields, kernels, ranks, method), get_args(Recompute)),
-        ),
+        recompute=cast(Recompute, recompute),
+        offloads_checkpoints=offloads_checkpoints,
         schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
         sequence_parallel=fields.flag("sequence_parallel", _flash(fields)),
         engine=engine,

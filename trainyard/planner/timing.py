@@ -170,6 +170,10 @@ class _Rank(Operators):
             times = 1 / layout.num_micro_batches if layout.gathers_once else 1.0
             forward += times * for_weights[0] / self.bytes_per_second
             backward += times * for_weights[1] / self.bytes_per_second
+        if layout.offloads_checkpoints:
+            # One goes out while the next layer runs, and comes back while the one after it is differentiated.
+            moved = stage.layers * self.tokens * self._stream * layout.element_bytes / PCIE_BYTES_PER_SECOND
+            again += max(0.0, moved - forward) + max(0.0, moved - backward - again)
         heads = (1 + shape.mtp_layers) * stage.head
         if heads:
             head = self._head_seconds(frozen=frozen)
@@ -335,8 +339,8 @@ class _Rank(Operators):
     @property
     def _stream(self) -> float:
         """Elements of the layer's own width that a token has on a rank; twice as many where they are of fp32."""
-        widened = 4 / self.layout.element_bytes if self.layout.keeps_rest_in_fp32 else 1.0
-        return max(1.0, widened) * self.shape.hidden / self.layout.norm_split
+        widened = self.layout.stream_bytes / self.layout.element_bytes
+        return widened * self.shape.hidden / self.layout.norm_split
 
     def _attention(self) -> _Work:
         """Projections, scores, and norm, residual and rotation around them."""
@@ -495,6 +499,8 @@ class _Rank(Operators):
         product, again = self._head_product(), 1.0 if frozen else 2.0
         if layout.library == "trainyard" and layout.loss_chunk_tokens is not None:
             return (1 + again) * product + Unfused(shape, layout).loss(logits) / self.bytes_per_second, 0.0
+        if layout.whole_logits:
+            logits *= self._head_split
         forward = product + 3 * logits * 4 / self.bytes_per_second
         return forward, forward * again
 
@@ -603,7 +609,7 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     units = stage.layers + 1
     times = 0.0
     for params, members in _sharded(stage_params(shape, layout, stage), layout, links):
-        gathered = params * layout.element_bytes / units
+        gathered = params * (4 if layout.autocast else layout.element_bytes) / units
         times += (1 if layout.keeps_gathered else 2) * all_gather_seconds(gathered, members, links)
         if layout.offload_parameters != "none":
             times += 2 * gathered / members.size / PCIE_BYTES_PER_SECOND
