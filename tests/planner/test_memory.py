@@ -506,6 +506,11 @@ def _layout_of(**fields: Any) -> Layout:
         ({"autocast": True, "sharding": "none"}, (4, 4, 8, 2)),
         ({"framework": "PaddlePaddle", "precision": "fp16"}, (2, 2, 12, 0)),
         ({"framework": "Megatron-Core", "sharding": "zero1", "master_weights": "copy"}, (2, 4, 12, 0)),
+        # torch's loss scaler refuses fp16 gradients: transformers' loop has fp32 weights there, and autocast.
+        ({"framework": "transformers", "precision": "fp16"}, (4, 4, 8, 6)),
+        ({"framework": "transformers", "precision": "fp16", "autocast": False}, (2, 2, 4, 0)),
+        ({"framework": "litgpt", "precision": "fp16"}, (2, 2, 4, 0)),
+        ({"framework": "transformers, DeepSpeed", "precision": "fp16"}, (2, 2, 12, 0)),
         # A byte for each average, whatever the weights' type.
         ({"framework": "transformers", "optimizer": "adamw_8bit"}, (2, 2, 2.03125, 0)),
         ({"master_weights": "none", "precision": "fp32"}, (4, 4, 8, 0)),

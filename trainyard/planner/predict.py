@@ -741,17 +741,23 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "attention_kernel": {"flash_attention_2": "ampere", "flash_attention_3": "own"}.get(attention, "usual"),
         "loss_chunk_tokens": fields.whole("loss_chunk_tokens", 1) if fields.given("loss_chunk_tokens") else None,
         "whole_logits": not fields.flag("parallel_loss", True),
-        **_numerics(fields),
+        **_numerics(fields, loops_narrow=engine == "plain" and library == "transformers" and method == "full"),
         "fp32_softmax": attention == "eager",
     }
 
 
-def _numerics(fields: _Fields) -> dict[str, Any]:
-    """What is in fp32 beside narrow products. InputError where two fields contradict each other."""
+def _numerics(fields: _Fields, *, loops_narrow: bool) -> dict[str, Any]:
+    """What is in fp32 beside narrow products. InputError where two fields contradict each other.
+
+    `loops_narrow`: transformers trains whole models, whose type is their weights'. Of fp16 there are none: torch's loss
+    scaler refuses gradients of fp16 ("Attempting to unscale FP16 gradients"), so that its Trainer has autocast there.
+    """
     # PaddlePaddle's O2: weights and gradients of 16 bits, and the optimizer's copy.
     usual = "copy" if "paddle" in _words(fields) else "usual"
     masters = fields.choice("master_weights", usual, MASTERS) if fields.given("master_weights") else usual
-    autocast, precision = fields.flag("autocast", False), fields.text("precision")
+    precision = fields.text("precision")
+    scales = loops_narrow and precision == "fp16" and masters == "usual"
+    autocast = fields.flag("autocast", scales)
     if autocast and precision in ("fp32", "fp64"):
         raise InputError(f"autocast: makes fp32 narrower; set precision to bf16 or fp16 (given: {precision})")
     if autocast and masters not in ("usual", "weights"):
