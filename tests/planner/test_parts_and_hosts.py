@@ -116,12 +116,28 @@ def test_fsdps_weights_are_masters_and_stay_where_they_are() -> None:
         ("transformers without liger", None, True),
         ("transformers", None, True),
         ("transformers, torch.compile", None, False),
+        # A loop of one's own, whose layers are nobody's kernels, is taken to be compiled unless it says otherwise.
+        ("PyTorch FSDP2", None, False),
+        ("PyTorch FSDP2, not compiled", None, True),
+        ("PyTorch (uncompiled)", None, True),
+        ("torchtitan, torch.compile disabled", None, True),
+        ("Megatron-Core, not compiled", None, False),
+        ("litgpt, uncompiled", None, False),
     ],
 )
 def test_ligers_loss_makes_logits_of_a_part_at_a_time(words: str, chunk: int | None, unfused: bool) -> None:
     """152,064 words are 42.4 widths of 3,584: 8,192 tokens in parts of 191, rounded up to a power of two."""
     layout = understand({**TUNED, "framework": words}).layout
     assert layout.loss_chunk_tokens == chunk and layout.unfused is unfused
+
+
+def test_a_loop_of_ones_own_that_nothing_compiles_is_as_uncertain_as_transformers() -> None:
+    asked = {**TUNED, "method": "full", "gpus": 8, "framework": "PyTorch FSDP2"}
+    spreads = []
+    for words in ("", ", not compiled"):
+        question = understand({**asked, "framework": asked["framework"] + words})
+        spreads.append(time_spread(question.shape, question.layout, question.device))
+    assert spreads == [SPREAD_DENSE, SPREAD_UNMEASURED]
 
 
 def test_a_stated_chunk_is_kept() -> None:

@@ -684,9 +684,19 @@ OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
 
 def _says(text: str, word: str) -> bool:
     """Whether a framework's words have one and don't deny it: "Liger kernels", not "no Liger kernels", "uncompiled"."""
+    return word in text and not _denies(text, word)
+
+
+def _denies(text: str, word: str) -> bool:
     before = r"\b(no|not|non|without|un)[\s-]*((torch|fused)[.\s-]*)?"
     after = r"\w*(\s+kernels?)?\s+(off|disabled)\b"
-    return word in text and re.search(rf"{before}{word}|{word}{after}", text) is None
+    return re.search(rf"{before}{word}|{word}{after}", text) is not None
+
+
+def _runs_unfused(text: str, engine: Engine, library: str) -> bool:
+    """A kernel for each operation: transformers' layers, and a loop of one's own that says it isn't compiled."""
+    own_loop = engine in ("torch", "plain") and not library and _denies(text, "compile")
+    return own_loop or (library == "transformers" and not any(_says(text, word) for word in OWN_KERNELS))
 
 
 def _liger_chunk_tokens(tokens: int, shape: ModelShape) -> int:
@@ -727,7 +737,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "hopper": has_hopper_workspaces(device.name),
         "saves_every_second_product": "torchtitan" in text,
         "library": cast(Library, library),
-        "unfused": library == "transformers" and not any(_says(text, word) for word in OWN_KERNELS),
+        "unfused": _runs_unfused(text, engine, library),
         "pads_vocabulary": engine == "megatron" and "deepspeed" not in text and library != "nanotron",
         "deferred_head": fields.flag("deferred_head", False),
         "grouped_experts": fields.flag("grouped_experts", True),

@@ -134,7 +134,8 @@ def time_spread(shape: ModelShape, layout: Layout, device: Gpu) -> float:
     kinds = rank.layers()
     if sum(count for count, work, launch in kinds if work.forward < 1.5 * launch) >= sum(kind[0] for kind in kinds) / 2:
         return SPREAD_LAUNCH
-    if layout.engine in ("plain", "deepspeed") or layout.library in ("transformers", "trainyard"):
+    loops = layout.engine in ("plain", "deepspeed") or layout.library in ("transformers", "trainyard")
+    if loops or layout.unfused:
         return SPREAD_UNMEASURED
     recent = shape.experts > 0 or layout.precision in ("fp8", "fp4") or device.generation in ("blackwell", "cdna3")
     return SPREAD_NEW if recent else SPREAD_DENSE
