@@ -535,6 +535,13 @@ def test_autocast_keeps_what_flows_between_layers_in_fp32() -> None:
     assert _peak_gib(**adapted, autocast=True) > 1.2 * _peak_gib(**adapted)
 
 
+def test_adapters_of_the_feed_forward_block_keep_what_they_read() -> None:
+    shape = understand(SEVEN).shape
+    tuned = {"method": "lora", "framework": "transformers"}
+    attention, every = (layer_activation_bytes(shape, _layout_of(**tuned, lora_targets=n), "none") for n in (4, 7))
+    assert every - attention == 4 * 4096 * 2 * (4096 + 11008)
+
+
 def _peak_gib(**fields: Any) -> float:
     return float(predict(SEVEN | fields)["peak_memory_gib"])
 

@@ -19,6 +19,10 @@ ROWS_OF_FUSED_SOFTMAX = 4
 """Of Megatron's and Transformer Engine's fused softmax: what it takes is a multiple of this."""
 
 
+ATTENTION_TARGETS = 4
+"""Products of attention that an adapter may stand beside: of more, some are the feed-forward block's."""
+
+
 def layer_activation_bytes(
     shape: ModelShape, layout: Layout, recompute: str, constants: MemoryConstants = DEFAULT_MEMORY
 ) -> float:
@@ -183,9 +187,11 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
         # A scale's gradient needs what it scales: the output of every product.
         width += qkv + 2 * shape.hidden + shape.ffn * (2 if shape.gated_mlp else 1)
     width += shape.ffn * (3 if shape.gated_mlp else 1)
-    width += (
-        shape.hidden * (2 if shape.norm == "layer" else 4) * (layout.stream_bytes / element if layout.autocast else 1)
-    )
+    if layout.adapter == "lora" and (len(layout.lora_targets) or layout.num_lora_targets) > ATTENTION_TARGETS:
+        # Adapters of the feed-forward block keep what its first products read, and its last.
+        width += shape.hidden + shape.ffn
+    widened = layout.stream_bytes / element if layout.autocast else 1.0
+    width += shape.hidden * (2 if shape.norm == "layer" else 4) * widened
     if layout.method == "qlora":
         width += constants.quantized_inputs * (shape.ffn + 4 * shape.hidden)
         if layout.keeps_rest_in_fp32:
