@@ -1,6 +1,7 @@
 """What the trainer doesn't do, `resolve` refuses before machines are rented, in the words that the trainer has."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer_testing.families import FAMILIES
+from trainer_testing.image_shards import CONVNEXT, RESNET, VIT, image_job
+from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, vlm_job
 from trainer_testing.tiny import tiny_job
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -343,6 +346,20 @@ def test_a_truth_value_is_no_vocabulary_of_one() -> None:
         check_supported(resolved(job), device_type="cuda")
 
 
+def refusal(job: ResolvedJob, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    """What a job's start says, before it has come to its data."""
+    runtime = SimpleNamespace(device=torch.device("cpu"), rendezvous_seconds=0.0)
+
+    def unread(*_: Any, **__: Any) -> None:
+        pytest.fail("data was read")
+
+    monkeypatch.setattr("trainer.session.StopFlag", unread)
+    with pytest.raises(InputError) as caught:
+        Session(job, runtime, output_dir=folder, scratch_dir=folder)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
@@ -350,18 +367,49 @@ def test_a_truth_value_is_no_vocabulary_of_one() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, r"Missing required keys in `rope_parameters`.*'factor'"),
         ({"dtype": "float8"}, "float8"),
         ({"pad_token_id": 1 << 20}, "pad_token_id, which must be below vocab_size"),
+        (
+            {"num_attention_heads": 0},
+            r"^model\.config\.num_attention_heads: must be a whole number of at least 1, is 0$",
+        ),
+        ({"num_hidden_layers": -1}, r"^model\.config\.num_hidden_layers: must be a whole number of at least 1, is -1$"),
+        ({"model_type": "gpt2", "n_head": "4"}, r"^model\.config\.n_head: must be a whole number .*, is '4'$"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads is 3, which must divide"),
     ],
 )
 def test_what_no_model_can_be_built_of_is_said_before_data_is_read(
     stated: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = tiny_job("single", 1, model=LLAMA | stated)
-    runtime = SimpleNamespace(device=torch.device("cpu"), rendezvous_seconds=0.0)
+    assert re.search(message, refusal(job, monkeypatch, tmp_path))
 
-    def unread(*_: Any, **__: Any) -> None:
-        pytest.fail("data was read")
 
-    monkeypatch.setattr("trainer.session.StopFlag", unread)
-    with pytest.raises(InputError, match=message) as caught:
-        Session(job, runtime, output_dir=tmp_path, scratch_dir=tmp_path)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
+def _llava(**text_config: Any) -> dict[str, Any]:
+    return CLIP_LLAMA | {"text_config": LANGUAGE | {"model_type": "llama"} | text_config}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (image_job, VIT | {"hidden_act": "foo"}, r"model\.config\.hidden_act: there is no activation function 'foo'"),
+        (image_job, VIT | {"num_attention_heads": 0}, r"^model\.config\.num_attention_heads: must be a whole number"),
+        (image_job, CONVNEXT | {"num_stages": 3}, r"no convnext can be built of it \(list index out of range\)"),
+        (image_job, RESNET | {"depths": [1]}, r"a picture of 16 x 16 pixels can't go through such a resnet"),
+        (image_job, VIT | {"patch_size": 32}, r"a picture of 16 x 16 pixels can't go through such a vit"),
+        pytest.param(
+            image_job,
+            {"model_type": "resnet", "num_labels": 4, "hiden_sizes": [8]},
+            "did you mean hidden_sizes",
+            marks=pytest.mark.slow,  # looks at all types' names
+        ),
+        (vlm_job, _llava(hidden_act="foo"), r"^model\.config\.text_config\.hidden_act: there is no activation"),
+        (vlm_job, _llava(num_attention_heads=0), r"^model\.config\.text_config\.num_attention_heads: must be a whole"),
+        (vlm_job, _llava(num_key_value_heads=3), r"text_config\.num_key_value_heads is 3, which must divide"),
+        (vlm_job, _llava(pad_token_id=5000), "pad_token_id, which must be below vocab_size"),
+        (vlm_job, CLIP_LLAMA | {"vision_feature_layer": 7}, r"vision_feature_layer 7: the tower has 2 layers"),
+    ],
+)
+def test_so_are_models_of_tasks_with_images(
+    make: Any, config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = planner.resolve(parse(JobSpec, make(tmp_path, model={"config": config}), "job"), world_size=1)
+    assert re.search(message, refusal(job, monkeypatch, tmp_path))

@@ -20,7 +20,6 @@ from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
-from trainer.models.build import check_configuration
 from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
@@ -130,7 +129,8 @@ class Session:
         `expected`: what the planner knows of the job, for the observations.
         """
         check_supported(job, device_type=runtime.device.type)
-        check_configuration(job)
+        self._task = task = task_of(job)
+        task.check_model(job)
         self._started = time.perf_counter()
         self._process_seconds = process_seconds() - runtime.rendezvous_seconds
         self._job = job
@@ -142,7 +142,6 @@ class Session:
         self._group = Group(runtime.control_group, runtime.rank, runtime.world_size)
         self._group.from_first(lambda: _check_places(output_dir))
         self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)  # refuses before the long part
-        self._task = task = task_of(job)
         self.data: JobData = task.build_data(
             job,
             data_parallel_rank=data_parallel_rank(job.parallelism, runtime.rank),

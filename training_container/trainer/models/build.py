@@ -1,6 +1,5 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
-import re
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
@@ -11,13 +10,19 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models import rotary
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
-from trainer.models.configuration import configuration_in, size_of, states_positions
+from trainer.models.configuration import (
+    configuration_in,
+    is_of_the_machine,
+    one_line,
+    refusing,
+    size_of,
+    states_positions,
+)
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.gates import thin_gates
 from trainer.models.grouped_products import narrow_grouped_products
@@ -47,7 +52,8 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     """
     seed_everything(job.spec.training.seed)
     model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
-    _check_fits(job, model, vocab_size)
+    _check_vocabulary(model, vocab_size)
+    _check_sizes(job, model)
     attach(model)
     fuse_norms(model)
     thin_gates(model)
@@ -69,28 +75,16 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
 
 
 def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
-    assert job.spec.model.config is not None
-    settings: dict[str, Any] = {"vocab_size": vocab_size, **job.spec.model.config}
+    stated = job.spec.model.config
+    assert stated is not None
+    settings: dict[str, Any] = {"vocab_size": vocab_size, **stated}
     model_type = settings.pop("model_type")
-    try:
+    with refusing(stated):
         config = AutoConfig.for_model(model_type, **settings)
         _lengthen_default(config, settings, job.spec.data.sequence_length)
         attention = _attention(job, config)
         make = partial(AutoModelForCausalLM.from_config, config, attn_implementation=attention, dtype=torch.float32)
         model = outline(make, seed=job.spec.training.seed)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        raise InputError(
-            _of_activation(error, settings)
-            or f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
-        ) from None
-    except (ArithmeticError, AssertionError, IndexError, RuntimeError) as error:  # of sizes that don't go together
-        if _is_of_the_machine(error):
-            raise
-        raise InputError(
-            f"model.config: no {model_type} can be built of it ({_one_line(error) or type(error).__name__}); what it"
-            " doesn't state is as in a published model: state what has to go with its sizes, like pad_token_id, which"
-            " must be below vocab_size, or null"
-        ) from None
     return _as_pretrained(model)
 
 
@@ -103,21 +97,9 @@ def _lengthen_default(config: PretrainedConfig, stated: Mapping[str, Any], seque
 
 
 def check_configuration(job: ResolvedJob) -> None:
-    """InputError, before any data is read, for a stated configuration of which no language model can be built.
-
-    By building it without weights, as it is built again when the data is there: half a second for 80 layers.
-    """
-    if job.spec.task == "causal_lm" and job.spec.model.config is not None:
-        _from_config(job, MANY_WORDS)
-
-
-def _of_activation(error: Exception, settings: Mapping[str, Any]) -> str | None:
-    """Of the bare name of an activation function that transformers doesn't have: its field and what there is."""
-    name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    field = next((field for field, value in settings.items() if value == name and "act" in field), None)
-    if field is None:
-        return None
-    return f"model.config.{field}: there is no activation function {name!r}; allowed: {', '.join(sorted(ACT2FN))}"
+    """InputError for a stated configuration of which no language model can be built, whatever the data's vocabulary."""
+    if job.spec.model.config is not None:
+        _check_sizes(job, _from_config(job, MANY_WORDS))
 
 
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
@@ -129,9 +111,9 @@ def _from_source(job: ResolvedJob) -> PreTrainedModel:
     except InputError:
         raise  # it is a ValueError too, and says already what is wrong where
     except (StrictDataclassError, *LOADING_ERRORS) as error:
-        if _is_of_the_machine(error):
+        if is_of_the_machine(error):
             raise
-        raise InputError(f"model.source: {source}: can't be loaded: {_one_line(error)}") from None
+        raise InputError(f"model.source: {source}: can't be loaded: {one_line(error)}") from None
 
 
 def _as_pretrained(model: Any) -> PreTrainedModel:
@@ -144,13 +126,18 @@ def _attention(job: ResolvedJob, config: PretrainedConfig) -> str:
     return choose_attention(job, config.get_text_config(), device_type=device_type).implementation
 
 
-def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> None:
-    config = model.config.get_text_config()
-    if config.vocab_size < vocab_size:
+def _check_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
+    stated = model.config.get_text_config().vocab_size
+    if stated < vocab_size:
         raise InputError(
-            f"model vocab_size is {config.vocab_size}, but the data's ids go up to {vocab_size - 1}:"
+            f"model vocab_size is {stated}, but the data's ids go up to {vocab_size - 1}:"
             f" set model.config.vocab_size to at least {vocab_size}, or use the model's own tokenizer"
         )
+
+
+def _check_sizes(job: ResolvedJob, model: PreTrainedModel) -> None:
+    """InputError for sizes of which transformers builds a model that can't run."""
+    config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < job.spec.data.sequence_length:
         raise InputError(
@@ -208,7 +195,7 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
     try:
         enable(kwargs)
     except ValueError as error:
-        raise InputError(f"training.activation_checkpointing: {mode}: {_one_line(error)}; set it to none") from None
+        raise InputError(f"training.activation_checkpointing: {mode}: {one_line(error)}; set it to none") from None
 
 
 def _selective_policy(_: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
@@ -246,17 +233,3 @@ def _mark_last_product(block: nn.Module) -> None:
 
     products[-1].register_forward_pre_hook(enter)
     products[-1].register_forward_hook(leave, always_call=True)
-
-
-_MACHINE_ERRORS = re.compile(r"DefaultCPUAllocator|[Cc]annot allocate memory|out of memory|CUDA error")
-"""What torch's plain RuntimeErrors, and the system, say of a lack of memory or of a device."""
-
-
-def _is_of_the_machine(error: BaseException) -> bool:
-    """Whether the host or its device failed: the job's input may be right, and another start may find room."""
-    is_told = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-    return is_told or _MACHINE_ERRORS.search(str(error)) is not None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

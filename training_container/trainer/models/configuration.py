@@ -4,19 +4,34 @@ import contextlib
 import difflib
 import inspect
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
-_WRONG = (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError)
+WRONG = (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
 """What transformers raises for a configuration that is no good."""
+_WRONG_SIZES = (ArithmeticError, AssertionError, IndexError, RuntimeError)
+"""What it and torch raise where a model is built of sizes that don't go together."""
+_MACHINE_ERRORS = re.compile(r"DefaultCPUAllocator|[Cc]annot allocate memory|out of memory|CUDA error")
+"""What torch's plain RuntimeErrors, and the system, say of a lack of memory or of a device."""
+
+_COUNTS = frozenset(
+    {
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *("image_size", "patch_size", "num_labels"),
+    }
+)
+"""Fields of which 0 or less means nothing, in no family."""
 
 
 _NEARLY = 0.88
@@ -76,11 +91,83 @@ def check_source(source: str) -> None:
         configuration_in(source)
     except InputError:
         raise
-    except _WRONG:
+    except WRONG:
         return
 
 
-def check_names(stated: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def refusing(stated: Mapping[str, Any]) -> Iterator[None]:
+    """Around what is made of a `model.config`: InputError, in one line, for what transformers and torch raise of it."""
+    model_type = stated.get("model_type")
+    try:
+        yield
+    except InputError:
+        raise  # it is a ValueError too, and says already what is wrong where
+    except (*_WRONG_SIZES, *WRONG, ImportError) as error:
+        if is_of_the_machine(error):
+            raise
+        if isinstance(error, _WRONG_SIZES):
+            raise InputError(
+                f"model.config: no {model_type} can be built of it ({one_line(error)}); what it doesn't state is as in"
+                " a published model: state what has to go with its sizes, like pad_token_id, which must be below"
+                " vocab_size, or null"
+            ) from None
+        raise InputError(
+            _of_activation(error, stated)
+            or f"model.config: {one_line(error)}; see the Hugging Face configuration of '{model_type}'"
+        ) from None
+
+
+def _of_activation(error: Exception, stated: Mapping[str, Any]) -> str | None:
+    """Of the bare name of an activation function that transformers doesn't have: its field and what there is."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    for path, part in _parts(stated):
+        field = next((field for field, value in part.items() if value == name and "act" in field), None)
+        if field is not None:
+            return f"{path}.{field}: there is no activation function {name!r}; allowed: {', '.join(sorted(ACT2FN))}"
+    return None
+
+
+def _parts(stated: Mapping[str, Any], path: str = "model.config") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A configuration and those of other models inside it (a LLaVA's text_config), each with its path."""
+    yield path, stated
+    for name, value in stated.items():
+        if isinstance(value, Mapping) and "model_type" in value:
+            yield from _parts(value, f"{path}.{name}")
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether the host or its device failed: the job's input may be right, and another start may find room."""
+    is_told = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+    return is_told or _MACHINE_ERRORS.search(str(error)) is not None
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text, for a one-line message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def check_stated(stated: Mapping[str, Any]) -> None:
+    """InputError for a field of a new model's configuration, or of a model's inside it, that can't be meant."""
+    for path, part in _parts(stated):
+        check_names(part, path)
+        _check_counts(part, path)
+
+
+def _check_counts(stated: Mapping[str, Any], path: str) -> None:
+    """transformers takes -1 layers for none, and divides by 0 heads."""
+    try:
+        others = AutoConfig.for_model(str(stated["model_type"])).attribute_map
+    except WRONG:
+        return  # said where the model is built
+    own_names = {own: name for name, own in others.items()}
+    for name, value in stated.items():
+        is_none = isinstance(value, str | float) or (isinstance(value, int) and value < 1)
+        if is_none and not isinstance(value, bool) and own_names.get(name, name) in _COUNTS:
+            raise InputError(f"{path}.{name}: must be a whole number of at least 1, is {value!r}")
+
+
+def check_names(stated: Mapping[str, Any], path: str = "model.config") -> None:
     """InputError for a field of a new model's configuration that is not one of its type's, but nearly is.
 
     transformers takes any name: for one wrong letter of hidden_size it would build a Llama of 7 billion weights.
@@ -88,7 +175,7 @@ def check_names(stated: Mapping[str, Any]) -> None:
     model_type = str(stated["model_type"])
     try:
         known = AutoConfig.for_model(model_type)
-    except _WRONG:
+    except WRONG:
         return  # said where the model is built
     names = {*known.to_dict(), *known.attribute_map}
     for name in stated:
@@ -99,7 +186,7 @@ def check_names(stated: Mapping[str, Any]) -> None:
         # In this order, since looking at all types costs seconds: only a name that will be refused comes so far.
         if close and not _changes_anything(name, stated) and name not in _names_anywhere():
             raise InputError(
-                f"model.config.{name}: the configuration of {model_type} has no such field, and would take it for"
+                f"{path}.{name}: the configuration of {model_type} has no such field, and would take it for"
                 f" nothing; did you mean {close[0]}?"
             )
 
@@ -114,7 +201,7 @@ def _changes_anything(name: str, stated: Mapping[str, Any]) -> bool:
     def built(settings: Mapping[str, Any]) -> Any:
         try:
             config = AutoConfig.for_model(str(stated["model_type"]), **settings)
-        except _WRONG as error:  # what is wrong without it too is said where the model is built
+        except WRONG as error:  # what is wrong without it too is said where the model is built
             return str(error)
         return {key: value for key, value in config.to_dict().items() if key != name}
 
@@ -161,5 +248,5 @@ def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:
         if source is not None:
             return configuration_in(source).get_text_config()
         return AutoConfig.for_model(stated.pop("model_type"), **stated).get_text_config()
-    except _WRONG:
+    except WRONG:
         return None

@@ -183,8 +183,11 @@ def _join(
     return {operation.get_target_pattern(target_patterns): _Packed.of(Joined(parts, operation.dim))}
 
 
-LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, SafetensorError)
-"""What transformers raises for a directory that holds no model of the kind that was asked for."""
+LOADING_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, SafetensorError),
+    *(ArithmeticError, AssertionError),
+)
+"""What transformers, and torch of sizes, raise for a directory that holds no model of the kind that was asked for."""
 
 
 def load(

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.models import float8
 from trainer.models.attention import check as check_attention
-from trainer.models.configuration import check_names, check_source, configuration_of
+from trainer.models.configuration import check_source, check_stated, configuration_of
 from trainer.models.deferred_weights import source_of
 from trainer.models.facts import facts_of
 from trainer.runtime import Runtime
@@ -30,8 +30,8 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
     spec, layout = job.spec, job.parallelism
     if spec.model.source is not None:
         check_source(spec.model.source)
-    elif spec.task == "causal_lm" and spec.model.config is not None:
-        check_names(spec.model.config)
+    elif spec.model.config is not None:
+        check_stated(spec.model.config)
     if (obstacle := next(_obstacles(job), None)) is not None:
         raise InputError(obstacle)
     task_of(job).check(job)

@@ -23,6 +23,14 @@ class Task(Protocol):
     def check(self, job: ResolvedJob) -> None:
         """InputError, in one line and before anything is read, for what this task can't do with such a job."""
 
+    def check_model(self, job: ResolvedJob) -> None:
+        """InputError, before any data is read, for a stated `model.config` of which no model can be built.
+
+        By building it without weights, as it is built again when the data is there: half a second for 80 layers.
+        """
+        if job.spec.model.config is not None:
+            self.build_model(job, None)
+
     def build_data(
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path
     ) -> JobData:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from trainer.data import JobData, ValidationSet
 from trainer.data.build import sources_by_name
 from trainer.models import rotary
-from trainer.models.configuration import configuration_in
+from trainer.models.configuration import WRONG, configuration_in, is_of_the_machine, one_line, refusing
 from trainer.models.deferred_weights import defer, outline, source_of
 from trainer.models.gates import thin_gates
 from trainer.models.norms import fuse_norms
@@ -55,18 +55,19 @@ def config_of(job: ResolvedJob, model_types: Sequence[str], **defaults: Any) -> 
     `defaults`: what a configuration in the job is completed by.
     """
     spec = job.spec.model
-    try:
-        if spec.config is not None:
-            settings = defaults | spec.config
-            model_type = settings.pop("model_type")
-            _check_type(f"model.config.model_type: {model_type}", model_type, job.spec.task, model_types)
+    if spec.config is not None:
+        settings = defaults | spec.config
+        model_type = settings.pop("model_type")
+        _check_type(f"model.config.model_type: {model_type}", model_type, job.spec.task, model_types)
+        with refusing(spec.config):
             return AutoConfig.for_model(model_type, **settings)
-        assert spec.source is not None
+    assert spec.source is not None
+    try:
         config = configuration_in(spec.source)
     except InputError:
         raise  # it is a ValueError too, and says already what is wrong where
-    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"model.{'config' if spec.config is not None else 'source'}: {one_line(error)}") from None
+    except WRONG as error:
+        raise InputError(f"model.source: {one_line(error)}") from None
     _check_type(f"model.source: {spec.source} is a {config.model_type}", config.model_type, job.spec.task, model_types)
     return config
 
@@ -84,18 +85,21 @@ def outlined(
     `new_head`: weights of the source whose names begin so and don't fit `config` are new ones. `options` go to
     `from_config` and `from_pretrained` alike. `finished` has to follow, once the caller has frozen what is not trained.
     """
-    seed, source = job.spec.training.seed, job.spec.model.source
+    seed, stated, source = job.spec.training.seed, job.spec.model.config, job.spec.model.source
     seed_everything(seed)
-    try:
-        if source is None:
+    if stated is not None:
+        with refusing(stated):
             model = outline(lambda: auto_class.from_config(config, dtype=torch.float32, **options), seed=seed)
-        else:
+    else:
+        assert source is not None
+        try:
             model = load(auto_class, source, config, new_head=new_head, **options)
-    except InputError:
-        raise  # it is a ValueError too, and says already what is wrong where
-    except (StrictDataclassError, *LOADING_ERRORS) as error:
-        where = "config" if source is None else f"source: {source}"
-        raise InputError(f"model.{where}: {one_line(error)}") from None
+        except InputError:
+            raise  # it is a ValueError too, and says already what is wrong where
+        except (StrictDataclassError, *LOADING_ERRORS) as error:
+            if is_of_the_machine(error):
+                raise
+            raise InputError(f"model.source: {source}: {one_line(error)}") from None
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -153,8 +157,3 @@ def image_data(
         named_validation=tuple(validation.values()),
         tables=tuple(tables),
     )
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text, for the end of a one-line message."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -14,7 +14,7 @@ from trainer.losses.head import ScoringHead
 from trainer.losses.router import router_loss_sum
 from trainer.losses.token_loss import next_token_loss_sum, shifted, target_loss_sum
 from trainer.models.attention import positions_on
-from trainer.models.build import outline_model
+from trainer.models.build import check_configuration, outline_model
 from trainer.tasks.base import Task
 from trainyard.spec.job import ResolvedJob
 
@@ -27,6 +27,10 @@ class CausalLM(Task):
 
     def check(self, job: ResolvedJob) -> None:
         """See Task: language goes with everything; what an engine can't do with a model, the engine says."""
+
+    def check_model(self, job: ResolvedJob) -> None:
+        """See Task: the data, which is not there yet, would give the vocabulary."""
+        check_configuration(job)
 
     def build_data(
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path

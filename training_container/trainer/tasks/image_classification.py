@@ -13,6 +13,7 @@ from transformers import AutoModelForImageClassification, PretrainedConfig, PreT
 
 from trainer.data import IGNORED_LABEL, JobData, part_cache
 from trainer.data.bad_records import BadRecordError
+from trainer.models.configuration import one_line
 from trainer.tasks.base import Task
 from trainer.tasks.batch_norm import replace_batch_norms
 from trainer.tasks.building import config_of, finished, image_data, outlined
@@ -133,6 +134,20 @@ class ImageClassification(Task):
                 f"training.precision: {spec.training.precision} with engine: deepspeed would round the running averages"
                 f" of {model_type}'s batch normalization; use engine: torch, or fp32"
             )
+
+    def check_model(self, job: ResolvedJob) -> None:
+        """See Task. A picture without values goes through it: that stages don't fit each other nothing else tells."""
+        if job.spec.model.config is None:
+            return
+        model = self.build_model(job).to("meta").eval()
+        size = _preprocessing(job, model.config).size
+        try:
+            model(pixel_values=torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype, device="meta"))
+        except (RuntimeError, IndexError) as error:
+            raise InputError(
+                f"model.config: a picture of {size} x {size} pixels can't go through such a {model.config.model_type}"
+                f" ({one_line(error)}); make its sizes, those of its stages and images.size fit each other"
+            ) from None
 
     def build_data(
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path

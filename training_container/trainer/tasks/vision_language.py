@@ -342,6 +342,17 @@ def _check_config(config: PretrainedConfig, job: ResolvedJob) -> None:
         )
     if not isinstance(config.vision_feature_layer, int):
         raise InputError(f"{where}: vision_feature_layer must be one layer, is {config.vision_feature_layer}")
+    layers, heads = config.vision_config.num_hidden_layers, config.text_config.num_attention_heads
+    if not -layers - 1 <= config.vision_feature_layer <= layers:
+        raise InputError(
+            f"{where}: vision_feature_layer {config.vision_feature_layer}: the tower has {layers} layers, so it must be"
+            f" {-layers - 1} to {layers}"
+        )
+    if heads % config.text_config.num_key_value_heads:
+        raise InputError(
+            f"{where}: text_config.num_key_value_heads is {config.text_config.num_key_value_heads}, which must divide"
+            f" num_attention_heads, {heads}: state both"
+        )
     if tower == "siglip_vision_model" and config.vision_feature_select_strategy != "full":
         raise InputError(
             f"{where}: vision_feature_select_strategy: a SigLIP tower has no class token to drop; set full"
