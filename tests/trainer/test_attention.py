@@ -1,6 +1,7 @@
 """Which attention runs is chosen, said and refused with a reason; documents by offsets equal documents by a mask."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,6 +321,38 @@ def test_a_masked_model_computes_what_transformers_alone_does(monkeypatch: pytes
     assert noted and all(mask is not None for mask in noted)
     for ours, other in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_code_that_asks_torch_itself_leaves_cudnn_out_too(recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon's, whose mask is always there: in every layer, also where it is computed again in the backward pass."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2}
+    model = {"model_type": "falcon", "new_decoder_architecture": True, "vocab_size": VOCAB_SIZE, **sizes}
+    recomputation = "full" if recomputes else "none"
+    job = tiny_job("single", 1, model=model, document_masks=False, activation_checkpointing=recomputation)
+    built = build_model(job, vocab_size=VOCAB_SIZE)
+    assert attention_of(built, job, CPU) == "sdpa, flash kernel (falcon's code always makes a mask)"
+    expected = logits_and_gradient(built)
+    built.zero_grad()
+
+    def on_a_gpu(mask: torch.Tensor | None, _: torch.device) -> Any:
+        return nullcontext() if mask is None else sdpa_kernel(attention._RIGHT_WITH_MASKS)
+
+    asked: list[tuple[bool, bool]] = []
+    theirs = F.scaled_dot_product_attention
+
+    def noted(*tensors: torch.Tensor, **named: Any) -> torch.Tensor:
+        asked.append((named["attn_mask"] is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        return theirs(*tensors, **named)
+
+    monkeypatch.setattr(attention, "kernels_for", on_a_gpu)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    found = logits_and_gradient(built)
+    assert asked == [(True, False)] * (4 if recomputes else 2)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-7)
+    assert [type(block.self_attention).__name__ for block in built.transformer.h] == ["FalconAttention"] * 2
 
 
 @pytest.mark.skipif(

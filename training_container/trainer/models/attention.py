@@ -3,6 +3,7 @@
 `choose_attention` decides before the model is built, `describe_attention` says which kernel torch will really take.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_3_available
 
 from trainer.models.configuration import configuration_of, differs_by_layer, size_of
+from trainer.models.known_code import class_like
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import separates_documents
@@ -39,6 +41,9 @@ MAX_HEAD_SIZE = 256
 _UNTOLD_WINDOWS = frozenset({"phimoe"})
 """Model types (transformers 5.17 and 5.23) whose mask has the configuration's window, and whose attention isn't told of
 it."""
+
+_ALWAYS_MASKED = frozenset({"falcon"})
+"""Model types whose code makes a mask where torch's kernels need none."""
 
 _PROBED_TOKENS = 256
 """Enough to make torch choose as for a long sequence, and small."""
@@ -239,12 +244,15 @@ def _supports(config: PretrainedConfig, attention: str) -> bool:
 
 def _needs_mask(job: ResolvedJob, config: PretrainedConfig) -> bool:
     window = getattr(config, "sliding_window", None)
-    return separates_documents(job.spec) or (window is not None and window <= job.spec.data.sequence_length)
+    is_cut = window is not None and window <= job.spec.data.sequence_length
+    return separates_documents(job.spec) or is_cut or config.model_type in _ALWAYS_MASKED
 
 
 def _mask_reason(job: ResolvedJob, config: PretrainedConfig) -> str:
     if separates_documents(job.spec):
         return "a mask keeps packed documents apart"
+    if config.model_type in _ALWAYS_MASKED:
+        return f"{config.model_type}'s code always makes a mask"
     return "a mask cuts the window" if _needs_mask(job, config) else "causal, no mask"
 
 
@@ -323,6 +331,24 @@ def _sdpa(
 
 
 AttentionInterface.register("sdpa", _sdpa)
+
+
+def _asks_torch_itself(kind: type[nn.Module]) -> bool:
+    """Whether a class's code calls torch's attention, past transformers' interface: Falcon's does."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and F.scaled_dot_product_attention.__name__ in code.co_names
+
+
+@functools.cache
+def _with_right_kernels(kind: Any) -> Any:
+    """A class like `kind`, also by its name, whose forward pass runs by `kernels_for`, also where it is recomputed."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask", hidden_states)  # one that isn't named may be there
+        with kernels_for(mask, hidden_states.device):
+            return kind.forward(self, hidden_states, *args, **kwargs)
+
+    return class_like(kind, forward, _with_right_kernels)
 
 
 def varlen_flaw(
@@ -455,9 +481,14 @@ class DocumentAttention:
 
 
 def attach(model: PreTrainedModel) -> None:
-    """Puts a DocumentAttention in front of a model that was built with VARLEN (see `register`)."""
+    """Puts a DocumentAttention in front of a model that was built with VARLEN (see `register`); in others `kernels_for`
+    around code that doesn't come by our `sdpa`."""
     if model.config._attn_implementation == VARLEN:
         model.base_model.register_forward_pre_hook(_ATTENTION.before_forward, with_kwargs=True)
+    for module in model.modules():
+        kind: Any = type(module)
+        if _asks_torch_itself(kind):
+            module.__class__ = _with_right_kernels(kind)  # as FSDP does it
 
 
 def register(attention: DocumentAttention) -> None:
