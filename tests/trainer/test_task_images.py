@@ -20,7 +20,7 @@ from trainer.models.deferred_weights import fill
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
-from trainer.tasks.building import config_of
+from trainer.tasks.building import ImageData, config_of
 from trainer.tasks.image_classification import Classes
 from trainer.tasks.images import (
     IMAGENET_MEAN,
@@ -361,6 +361,45 @@ def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(
         build(image_job(tmp_path, data={"validation": [], "max_bad_records": 2}), tmp_path / "cache")
 
 
+def test_bad_samples_are_counted_over_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = list(classified(48, seed=1))
+    for row in (2, 40, 45):
+        samples[row]["cls"] = b"17"
+    write_shards(tmp_path / "train", iter(samples))
+
+    def ranks(limit: int) -> list[ImageData]:
+        job = image_job(tmp_path, data={"validation": [], "max_bad_records": limit, "shuffle": False})
+        return [build(job, tmp_path / "cache", rank, 2) for rank in range(2)]
+
+    def exchanged(found: list[Any], mine: Any, group: Any) -> None:
+        met = [{one.where: (set(one.bad_rows), list(one.bad.named)) for one in data.tables} for data in group]
+        assert mine in met
+        found[:] = met
+
+    monkeypatch.setattr("torch.distributed.get_world_size", len)
+    monkeypatch.setattr("torch.distributed.all_gather_object", exchanged)
+    group: Any = ranks(limit=3)
+    assert [data.has_news for data in group] == [True, True], "both have looked at the first samples"
+    for data in group:
+        data.gather(group)
+        assert not data.has_news and data.describe() == {"bad_records": {"data.train": 1}}, "which is one sample"
+    for data in group:
+        steps(data, 3)
+        data.close()
+    assert [data.tables[0].bad_rows for data in group] == [{2, 40}, {2, 45}], "each meets one of the others"
+    assert [data.has_news for data in group] == [True, True]
+    for data in group:
+        data.gather(group)
+        assert data.describe() == {"bad_records": {"data.train": 3}}
+    group = ranks(limit=2)
+    for data in group:
+        steps(data, 3)
+        data.close()
+    for data in group:
+        with pytest.raises(InputError, match=r"data\.train: more bad records than data\.max_bad_records \(2\).*-00016"):
+            data.gather(group)
+
+
 def test_classes_may_have_names(tmp_path: Path) -> None:
     write_shards(tmp_path / "train", classified(20, seed=1, names=True))
     (tmp_path / "names.txt").write_text("\n".join(COLOURS) + "\n")
@@ -510,3 +549,22 @@ def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path, monkeyp
 
     keys = ("loss", "grad_norm", "validation_loss", "validation_top1_accuracy", "images")
     assert [[row.get(key) for key in keys] for row in resumed] == [[row.get(key) for key in keys] for row in whole]
+
+
+@pytest.mark.slow
+def test_two_ranks_that_left_out_more_than_may_be_end_the_job_in_one_line(tmp_path: Path) -> None:
+    """Each of them has met one bad sample, as many as may be."""
+    samples = list(classified(48, seed=1))
+    for row in (40, 45):
+        samples[row]["cls"] = b"17"
+    write_shards(tmp_path / "train", iter(samples))
+    data = {"validation": [], "max_bad_records": 1, "shuffle": False}
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(image_job(tmp_path, data=data, parallelism={"data_replicate": 2})))
+    ranks = start_pooled(2, "trainer", "--job", str(path), "--output-dir", str(tmp_path / "out"))
+    codes, said = zip(*finish(ranks, timeout_seconds=300), strict=True)
+    assert codes == (2, 2)
+    words = "data.train: more bad records than data.max_bad_records (1) allows"
+    assert [line for line in "".join(said).splitlines() if words in line][1:] == []
+    assert words in "".join(said)
+    assert len(rows_of(tmp_path / "out")) < 6

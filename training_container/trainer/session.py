@@ -382,14 +382,15 @@ class Session:
 
         Here the gradients have just brought the ranks together, and the message travels behind the optimizer: sent
         after it, every step would wait for the slowest rank twice. In it are the loss, the counts of the next batch (it
-        is read while a GPU still works on this step), what signals asked for, and whether a checkpoint is late, by the
-        first rank's clock.
+        is read while a GPU still works on this step), what signals asked for, whether a checkpoint is late, by the
+        first rank's clock, and how many ranks have news of the data.
         """
         with self.clock("data"):
             upcoming = self._read() if step < self.num_steps else []
         votes, is_late = self.stop_flag.votes(step), float(self._runtime.is_first and self._is_checkpoint_late())
         asked, own = self._profiling.votes(), loss_sum.item()
-        answer = self._runtime.begin_sum(own, is_late, *asked, *votes, *_counts(upcoming))
+        news = float(self.data.has_news)
+        answer = self._runtime.begin_sum(own, is_late, news, *asked, *votes, *_counts(upcoming))
         self._told = _Told(upcoming, own, answer)
 
     def end_step(self, step: int, batch: GlobalBatch, update: OptimizerStep) -> tuple[float, Decision]:
@@ -402,6 +403,8 @@ class Session:
         self.stop_flag.beat(step)
         totals = told.answer()
         self._checkpoint_is_late = totals[1] > 0
+        if totals[2] > 0:
+            self.data.gather(self._runtime.control_group)
         if told.upcoming:
             self._upcoming = self._counted(told.upcoming, totals[-2:])
         loss = totals[0] / batch.num_targets
@@ -411,8 +414,9 @@ class Session:
             saved = self._checkpointer.last_committed_step
             newest = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is of step {saved}"
             raise JobFailedError(f"{error}; {newest}") from None
-        self._profile_votes = totals[2 : 2 + profiling.NUM_VOTES]
-        return loss, self.stop_flag.decision(step, totals[2 + profiling.NUM_VOTES : -2])
+        asked = totals[3:-2]
+        self._profile_votes = asked[: profiling.NUM_VOTES]
+        return loss, self.stop_flag.decision(step, asked[profiling.NUM_VOTES :])
 
     def validate(self, request: Decision) -> tuple[dict[str, Any], Decision]:
         """What the row says of the validation sets that are due after this step; empty where none is.

@@ -150,8 +150,8 @@ class DataSpec(SpecModel):
     """streaming: disk that a host keeps what it has read on, for its next epoch."""
     max_bad_records: int = Field(default=0, ge=0)
     """Records of train, and of each validation set, that may be left out because they are broken (not JSON, not UTF-8,
-    a missing field, no message ...). One more ends the job; each is counted, the first few are named. webdataset: each
-    rank counts the samples that it meets, from 0 again after a resume."""
+    a missing field, no message ...). One more ends the job; each is counted, the first few are named. webdataset:
+    samples count as training meets them, by all ranks together, from 0 again after a resume."""
     sequence_length: int = Field(default=1024, ge=2)
     """Tokens a sequence."""
     packing: bool = True
@@ -190,8 +190,8 @@ class ImageSpec(SpecModel):
     has none, preprocessor_config.json. Its `do_normalize: false` makes the defaults mean 0 and std 1.
 
     Scaling is bilinear, or by the filter (`resample`) that those files name, with support over all source pixels. A
-    sample that can't be learnt from (a torn image, a class that the model doesn't have) is found when it is read: each
-    rank counts those it meets against data.max_bad_records, and the next sample of the shards stands in for it.
+    sample that can't be learnt from (a torn image, a class that the model doesn't have) is found when it is read:
+    those that all ranks have met count against data.max_bad_records, and the next sample of the shards stands in.
     """
 
     size: PositiveInt | None = None

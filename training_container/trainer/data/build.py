@@ -46,8 +46,14 @@ class JobData:
         """What result.json says of the data."""
         return {}
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has counted what the others may not know of: then all `gather` after the step."""
+        return False
+
     def gather(self, group: dist.ProcessGroup) -> None:
-        """At the job's end, on every rank: brings together what ranks have counted apart, for `describe`."""
+        """On every rank, and once more at the job's end: brings together what ranks have counted apart, for `describe`;
+        InputError, on every rank, where it is more than may be."""
 
     def close(self) -> None:
         """Ends the threads that read ahead."""

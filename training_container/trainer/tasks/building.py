@@ -1,5 +1,6 @@
 """What the tasks with images share: the model's configuration, its weights, their data streams, what they refuse."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
+from trainer.data.bad_records import BadRecords
 from trainer.data.build import sources_by_name
 from trainer.models import rotary
 from trainer.models.configuration import WRONG, configuration_in, is_of_the_machine, one_line, refusing
@@ -35,12 +37,21 @@ class ImageData(JobData):
         told = {field: len(rows) for field, rows in self._bad_rows.items() if rows}
         return {"bad_records": told} if told else {}
 
-    def gather(self, group: dist.ProcessGroup) -> None:
+    @property
+    def has_news(self) -> bool:
         """See JobData."""
-        mine = {table.where: table.bad_rows for table in self.tables}
+        return any(table.bad_rows - self._bad_rows.get(table.where, set()) for table in self.tables)
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """See JobData: a sample that several ranks have met is one."""
+        mine = {table.where: (set(table.bad_rows), list(table.bad.named)) for table in self.tables}
         all_ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(all_ranks, mine, group=group)
-        self._bad_rows.update({where: set().union(*(rank[where] for rank in all_ranks)) for where in mine})
+        for table in self.tables:
+            rows, named = zip(*(rank[table.where] for rank in all_ranks), strict=True)
+            self._bad_rows[table.where] = set().union(*rows)
+            of_all = BadRecords(table.bad.limit, table.where)
+            of_all.extend(len(self._bad_rows[table.where]), [*dict.fromkeys(itertools.chain(*named))])
 
     def close(self) -> None:
         """See JobData."""
