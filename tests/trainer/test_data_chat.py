@@ -272,6 +272,54 @@ def test_a_tool_call_is_not_learnt_as_json_inside_json() -> None:
     assert plain.text(turns('{"city": "Bern"}')) == '?|weather {"city": "Bern"}'
 
 
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (json.dumps([TOOL]), "'tools' must be a list of objects, is str; give no JSON in a string"),
+        (TOOL, "'tools' must be a list of objects, is dict"),
+        ([None], "'tools' must be a list of objects, one is NoneType"),
+        ([json.dumps(TOOL)], "'tools' has one in a string, which the chat template writes as JSON once more"),
+    ],
+)
+def test_tools_in_a_string_are_not_written_letter_by_letter(tools: Any, message: str) -> None:
+    """As data sets with a column of text for them have it."""
+    writing = template("{% for tool in tools or [] %}{{ tool | tojson }}|{% endfor %}" + CHATML)
+    with pytest.raises(BadRecordError, match=message):
+        writing.render(TURNS, tools)
+    for none in (None, "", [], {}):
+        assert writing.text(TURNS, none) == template(CHATML).text(TURNS)
+    assert writing.text(TURNS, [TOOL]).startswith(json.dumps(TOOL) + "|")
+    plain = template("{% for tool in tools or [] %}{{ tool }}{% endfor %}" + CHATML)
+    assert plain.text(TURNS, [json.dumps(TOOL)]).startswith(json.dumps(TOOL))
+
+
+def test_null_beside_a_tools_call_is_not_learnt_as_none() -> None:
+    call = {"function": {"name": "weather", "arguments": {}}}
+    turns = [{"role": "user", "content": "None?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    careless = template(CHATML.replace("message.content +", "message.content ~"))
+    for read in (careless.text, careless.render):
+        with pytest.raises(BadRecordError, match=r"message 2 \(assistant\) has null for content, .* writes as None"):
+            read(turns)
+    knowing = template(CHATML.replace("message.content +", "(message.content or '') +"))
+    assert knowing.text(turns) == "<|user|>\nNone?<|end|>\n<|assistant|>\n<|end|>\n"
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED])
+def test_a_message_that_the_template_passes_over_is_told(text: str) -> None:
+    """Of a role that it doesn't know: nobody would see that the model never read it."""
+    known = "{%- for message in messages if message.role in ('system', 'user', 'assistant') %}"
+    choosy = template(text.replace("{%- for message in messages %}", known))
+    assert choosy.render(TURNS).text == template(text).render(TURNS).text
+    turns = [{"role": "developer", "content": " Answer in verse. "}, *TURNS[1:]]
+    for read in (choosy.text, choosy.render):
+        with pytest.raises(BadRecordError, match=r"leaves out message 1 \(developer\).*data\.chat_template"):
+            read(turns)
+    choosy.text([{"role": "developer", "content": " "}, *TURNS[1:]])
+
+
 @pytest.mark.parametrize("text", [CHATML, MARKED])
 def test_a_turn_of_weight_0_is_read_and_not_learnt(tmp_path: Path, text: str) -> None:
     """OpenAI's fine-tuning files say so of an assistant's turn."""
@@ -293,7 +341,14 @@ def test_a_turn_of_weight_0_is_read_and_not_learnt(tmp_path: Path, text: str) ->
     [
         ({"messages": []}, "must be a list of messages with at least one, is empty"),
         ({"chat": []}, r"has no field 'messages' \(it has: chat\)"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "has no turn of the assistant"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]},
+            r"has no turn of the assistant .*\(its roles: user, gpt; the one that counts is assistant\)",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": "[]"}]},
+            r"message 1 \(assistant\): tool_calls must be a list of objects",
+        ),
         ({"messages": [{"role": "user"}]}, r"message 1 \(user\) has no content"),
         (
             {"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "b"}]},

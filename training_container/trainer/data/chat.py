@@ -30,9 +30,9 @@ RENDERED_ON = datetime.datetime(2024, 7, 26)
 """The day that `strftime_now` tells. Some templates write today's date into the system turn; training text must not
 depend on when it was tokenized. It is what Llama 3.1's template falls back to."""
 
-_FORMAT_VERSION = 4
-"""Also of what is refused and learnt: units that were made before content in parts, arguments in strings and weights of
-turns, those under `learn: all` too, were looked for are made again."""
+_FORMAT_VERSION = 5
+"""Also of what is refused and learnt: units that were made before content in parts, arguments and tools in strings,
+weights of turns, messages that are left out and nulls that are written were looked for are made again."""
 _BEGIN, _END = "\x00\x01generation\x02", "\x00\x03generation\x02"
 """Stand in the rendered text where a generation block begins and ends; control characters that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Rendered:
         """The whole conversation; BadRecordError with the reason where the template refuses it or no mask is exact."""
-        marked = self._render(messages, tools)
+        marked = self._whole(messages, tools)
         counts = _turns_that_count(messages)
         if self._has_markers:
             return _counted(_without_marks(marked), counts)
@@ -95,7 +95,48 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """The whole conversation where no mask is wanted."""
-        return self._render(messages, tools).replace(_BEGIN, "").replace(_END, "")
+        return self._whole(messages, tools).replace(_BEGIN, "").replace(_END, "")
+
+    def _whole(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        text = self._render(messages, tools)
+        self._check_nulls(messages, tools, text)
+        self._check_all_written(messages, tools, text)
+        return text
+
+    def _check_nulls(self, messages: Sequence[Mapping[str, Any]], tools: Any, text: str) -> None:
+        """BadRecordError for content that is null, as chat services write turns that only call tools, where the
+        template writes it out: a model would learn to say None."""
+        nulls = [number for number, message in enumerate(messages) if message.get("content", "") is None]
+        if not nulls or "None" not in text:
+            return
+        filled = [{**message, "content": ""} if number in nulls else message for number, message in enumerate(messages)]
+        other = self._rendered_if_taken(filled, tools)
+        if other is not None and other.count("None") < text.count("None"):
+            role = messages[nulls[0]].get("role")
+            raise BadRecordError(
+                f"message {nulls[0] + 1} ({role}) has null for content, which the chat template writes as None; give an"
+                " empty string, or a template that knows such turns (data.chat_template)"
+            )
+
+    def _check_all_written(self, messages: Sequence[Mapping[str, Any]], tools: Any, text: str) -> None:
+        """BadRecordError for a message that the template passes over, as many do with roles that they don't know: the
+        text is the same without it. Looked at where its words are not found as they stand."""
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            if not isinstance(content, str) or content.strip() in text:
+                continue
+            if self._rendered_if_taken([*messages[:number], *messages[number + 1 :]], tools) == text:
+                raise BadRecordError(
+                    f"the chat template leaves out message {number + 1} ({message.get('role')}): nothing of it would be"
+                    " read; give it a role that the template writes, or another template (data.chat_template)"
+                )
+
+    def _rendered_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+        """None where the template refuses them."""
+        try:
+            return self._render(messages, tools)
+        except BadRecordError:
+            return None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
         try:
@@ -106,6 +147,7 @@ class ChatTemplate:
             raise BadRecordError(f"the chat template refuses it ({_one_line(error)})") from None
         _check_parts(messages, text)
         _check_arguments(messages, text)
+        _check_tools(tools, text)
         return text
 
 
@@ -142,6 +184,23 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]], text: str) -> None:
                     f"message {number} ({message.get('role')}) calls a tool with arguments in a string, which the chat"
                     f" template writes as JSON once more: {_to_json(arguments)[:40]}; give the arguments as an object"
                 )
+
+
+def _check_tools(tools: Any, text: str) -> None:
+    """BadRecordError for tools that are JSON in a string, as a column of text holds them, all or each: a template would
+    write the letters one by one, or each tool quoted once more."""
+    if tools and not isinstance(tools, list):
+        raise BadRecordError(
+            f"field 'tools' must be a list of objects, is {type(tools).__name__}; give no JSON in a string"
+        )
+    for tool in tools or ():
+        if not isinstance(tool, Mapping | str):
+            raise BadRecordError(f"field 'tools' must be a list of objects, one is {type(tool).__name__}")
+        if isinstance(tool, str) and '"' in tool and _to_json(tool) in text:
+            raise BadRecordError(
+                "field 'tools' has one in a string, which the chat template writes as JSON once more:"
+                f" {_to_json(tool)[:40]}; give it as an object"
+            )
 
 
 def _turns_that_count(messages: Sequence[Mapping[str, Any]]) -> list[bool]:

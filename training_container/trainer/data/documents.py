@@ -159,8 +159,10 @@ class _Chats:
             return _Chat(self._encodable(text), [])
         rendered = self._template.render(messages, value.get("tools"))
         if not rendered.learnt:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise BadRecordError(
-                f"field {self._field!r} has no turn of the assistant to be learnt; leave it out, or set learn: all"
+                f"field {self._field!r} has no turn of the assistant to be learnt (its roles: {roles[:80]}; the one"
+                " that counts is assistant); leave it out, or set learn: all"
             )
         borders = [border for span in rendered.learnt for border in span]
         # What lies before the end is the whole: no need to tokenize it again.
@@ -265,6 +267,12 @@ def _messages(row: Any, field: str) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRecordError(f"field {field!r}: message {number} must be an object with role and content")
+        calls = message.get("tool_calls")
+        if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise BadRecordError(
+                f"field {field!r}: message {number} ({message['role']}): tool_calls must be a list of objects; give no"
+                " JSON in a string"
+            )
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRecordError(f"field {field!r}: message {number} ({message['role']}) has no content")
     return messages
