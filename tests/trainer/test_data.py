@@ -530,6 +530,25 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, kind: str
     assert str(path) in str(caught.value) or kind == "jsonl"
 
 
+def test_a_set_of_bad_records_alone_says_what_is_wrong_with_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('[{"text": "a"}]\n')
+    data = {"train": [source(tmp_path / "a.jsonl", "jsonl")], "max_bad_records": 5}
+    with pytest.raises(
+        InputError, match=r"holds no text but 1 bad records, the first: .*a\.jsonl:1: is no JSON object"
+    ):
+        build(resolved(data), tmp_path)
+
+
+def test_a_damaged_parquet_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["hello there", "second"]}), path)
+    content = path.read_bytes()
+    path.write_bytes(content[:20] + bytes(40) + content[60:])  # the first page's header
+    with pytest.raises(InputError, match=r"a\.parquet: can't be read: .*") as caught:
+        build(resolved({"train": [source(path, "parquet")]}), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_wrong_paths_and_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "a.npy", np.asarray([1, 999], dtype=np.int64))
@@ -585,6 +604,26 @@ def test_what_a_folder_is_read_without_is_said(
     refused = {"data"}
     with pytest.raises(InputError, match="data: can't be read: Permission denied"):
         local_files(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nearly", "others"),
+    [
+        ("jsonl", ("b.jsonl.zst", "c.JSONL", "d.json.bz2"), ("README.md", "e.jsonl.lock", ".a.jsonl.zst")),
+        ("parquet", ("b.parquet.gz",), ("b.parquet.crc", "e.jsonl")),
+        ("webdataset", ("b.tar.gz", "c.tgz"), ("b.tar.idx",)),
+    ],
+)
+def test_packed_files_that_are_not_read_are_said_too(
+    kind: str, nearly: tuple[str, ...], others: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"jsonl": "a.jsonl", "parquet": "a.parquet", "webdataset": "a.tar"}[kind]
+    for name in (wanted, *nearly, *others):
+        (tmp_path / name).write_text("x")
+    assert [path.name for path in local_files(DataSource.model_validate(source(tmp_path, kind)))] == [wanted]
+    why = "packed in a way that is not read, or its name ends in capitals"
+    told = ", ".join(f"{name} ({why})" for name in nearly)
+    assert capsys.readouterr().out == f"warning: data path {tmp_path}: without {told}\n"
 
 
 def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

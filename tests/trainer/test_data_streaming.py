@@ -394,6 +394,18 @@ def test_a_read_that_never_works_ends_the_job_and_says_how_often_it_was_tried(
 
 
 @pytest.mark.usefixtures("flaky")
+def test_packed_objects_that_are_not_read_are_said(s3: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl.zst", "README.md"):
+        (folder / name).write_text('{"text": "abc"}')
+    uri = upload(s3, folder, "mixed")
+    assert [file.where for file in s3_files.list_s3(DataSource(path=uri, format="jsonl"))] == [f"{uri}/a.jsonl"]
+    assert f"warning: data path {uri}: without b.jsonl.zst (packed in a way that" in capsys.readouterr().out
+    s3_files.list_s3(DataSource(path=f"{uri}/a.jsonl", format="jsonl"))
+    assert capsys.readouterr().out == ""
+
+
 def test_what_streaming_cannot_do_is_refused(s3: Any, tmp_path: Path) -> None:
     uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
     tokens = {"path": uri, "format": "tokens"}

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,8 @@ SUFFIXES = {
     "webdataset": (".tar",),
 }
 """What the names of a folder's files end in, by format; any name for text."""
+
+_PACKINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 
 _NUM_SHOWN = 4
 
@@ -94,7 +97,7 @@ def local_files(source: DataSource) -> list[Path]:
     except OSError as error:
         raise _unreadable(root, error) from None
     if left_out:
-        _warn(source, left_out)
+        warn(source, left_out)
     if not files:
         raise no_file(source)
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
@@ -120,7 +123,9 @@ def _below(root: Path, source: DataSource) -> tuple[list[Path], list[str]]:
             if path.is_symlink():
                 note(path, "a link to a folder, which is not followed")
         for path in (Path(folder, name) for name in found):
-            if not is_wanted(path.relative_to(root).as_posix(), source):
+            if not is_wanted(own := path.relative_to(root).as_posix(), source):
+                if is_nearly_wanted(own, source):
+                    note(path, NEARLY)
                 continue
             try:
                 if path.is_file():
@@ -132,8 +137,8 @@ def _below(root: Path, source: DataSource) -> tuple[list[Path], list[str]]:
     return files, left_out
 
 
-def _warn(source: DataSource, left_out: list[str]) -> None:
-    """A line of the first rank's: all see the same."""
+def warn(source: DataSource, left_out: Sequence[str]) -> None:
+    """A line of the first rank's, on what of a source is not read and why: all see the same."""
     if int(os.environ.get("RANK", "0")) == 0:
         more = f" and {len(left_out) - _NUM_SHOWN} more" if len(left_out) > _NUM_SHOWN else ""
         say(f"warning: data path {source.path}: without {', '.join(sorted(left_out)[:_NUM_SHOWN])}{more}")
@@ -147,6 +152,18 @@ def is_wanted(name: str, source: DataSource) -> bool:
     """Whether a file of a folder, by its path below it, belongs to the source: not hidden, and of its format."""
     hidden = any(part.startswith(".") for part in name.split("/"))
     return not hidden and name.endswith(SUFFIXES.get(source.format, ""))
+
+
+NEARLY = "packed in a way that is not read, or its name ends in capitals"
+"""Why what `is_nearly_wanted` is left out."""
+
+
+def is_nearly_wanted(name: str, source: DataSource) -> bool:
+    """Whether a file that isn't wanted would be, unpacked or with a name in small letters."""
+    plain = name.lower().replace(".tgz", ".tar.gz")
+    for packing in _PACKINGS:
+        plain = plain.removesuffix(packing)
+    return not is_wanted(name, source) and is_wanted(plain, source)
 
 
 def no_file(source: DataSource) -> InputError:

@@ -317,4 +317,4 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
+    return " ".join(str(getattr(error, "strerror", None) or error).split())  # pyarrow's have several lines

@@ -25,7 +25,7 @@ from trainer.checkpoint.destination import (
     s3_client,
     s3_errors,
 )
-from trainer.data.files import DataFile, is_wanted, no_file
+from trainer.data.files import NEARLY, DataFile, is_nearly_wanted, is_wanted, no_file, warn
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError
 from trainyard.spec.job import DataSource
@@ -113,13 +113,11 @@ def list_s3(source: DataSource) -> list[DataFile]:
     except (DestinationError, MissingFileError) as error:
         raise InputError(f"data path {source.path}: {error}") from None
     exact = [entry for entry in objects if entry["Key"] == key]
-    below = [
-        entry
-        for entry in objects
-        if entry["Key"].startswith(f"{key}/")
-        and entry["Size"]
-        and is_wanted(entry["Key"].removeprefix(f"{key}/"), source)
-    ]
+    inside = {entry["Key"].removeprefix(f"{key}/"): entry for entry in objects if entry["Key"].startswith(f"{key}/")}
+    below = [entry for name, entry in inside.items() if entry["Size"] and is_wanted(name, source)]
+    left_out = [f"{name} ({NEARLY})" for name in inside if is_nearly_wanted(name, source)]
+    if left_out and not exact:
+        warn(source, left_out)
     if not (exact or below):
         raise no_file(source)
     return [

@@ -230,7 +230,8 @@ def _finish(
             num_documents += unit.num_documents
     if not num_tokens:
         shutil.rmtree(partial, ignore_errors=True)
-        raise InputError(f"{bad.where} {paths}: holds no text; give files with some, or take the source out")
+        kept = f" but {bad.count} bad records, the first: {bad.named[0]}" if bad.count else ""
+        raise InputError(f"{bad.where} {paths}: holds no text{kept}; give files with some, or take the source out")
     digest.update(ends_digest.digest())
     _digest_learnt(units, digest, at_work)
     meta = {
