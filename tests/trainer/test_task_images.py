@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, PngImagePlugin
 from safetensors.torch import load_file, save_file
 from trainer.data.bad_records import BadRecordError
 from trainer.data.webdataset import ShardIndex
@@ -50,6 +50,7 @@ from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import rows_of
 from trainer_testing.tiny import tiny_job
 from transformers import AutoConfig, AutoModelForImageClassification
+from transformers.image_utils import load_image
 
 from trainyard.errors import InputError
 from trainyard.planner import resolve
@@ -282,6 +283,32 @@ def test_what_is_no_picture_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(BadRecordError, match="more pixels"):
         decoded(good)
+
+
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_pictures_are_seen_upright_as_transformers_sees_them(
+    orientation: int | None, kind: str, tmp_path: Path
+) -> None:
+    stored = Image.new("RGB", (32, 16), (200, 40, 40))
+    stored.paste((40, 40, 200), (16, 0, 32, 8))
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    path = tmp_path / "picture"
+    stored.save(path, kind, exif=exif)
+    expected = load_image(str(path)).convert("RGB")
+    found = decoded(path.read_bytes())
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    assert found.size == ((16, 32) if orientation in (5, 6, 7, 8) else (32, 16))
+
+
+def test_broken_notes_are_no_broken_picture() -> None:
+    """As ImageMagick writes EXIF into a PNG, without its numbers."""
+    notes, content = PngImagePlugin.PngInfo(), io.BytesIO()
+    notes.add_text("Raw profile type exif", "\nexif\n8\nno hex")
+    Image.new("RGB", (32, 16), (200, 40, 40)).save(content, "PNG", pnginfo=notes)
+    assert decoded(content.getvalue()).size == (32, 16)
 
 
 def test_greys_of_sixteen_bits_are_scaled_and_not_clipped() -> None:

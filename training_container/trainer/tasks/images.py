@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from trainer.data.bad_records import BadRecordError
 from trainer.data.tokenizer import json_object
@@ -67,7 +67,7 @@ def decoded(content: bytes) -> Image.Image:
     """The picture in RGB, whole; BadRecordError when it is none, is cut off or is far too large to be one."""
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return _in_eight_bits(image).convert("RGB")
+            return _upright(image, _in_eight_bits(image).convert("RGB"))
     except Image.DecompressionBombError:
         raise BadRecordError("the image has more pixels than Pillow decodes") from None
     except UnidentifiedImageError:  # its own words name an object in memory
@@ -83,6 +83,28 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I;16"):
         return image
     return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What EXIF's orientation asks for, as Pillow's `ImageOps.exif_transpose` does it."""
+
+
+def _upright(image: Image.Image, pixels: Image.Image) -> Image.Image:
+    """`pixels` of an image as its EXIF says that it is to be seen: cameras store what they hold askew. So transformers'
+    own readers do, which a trained model is served with."""
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # of whatever kind: broken notes are no broken picture
+        return pixels
+    return pixels if turn is None else pixels.transpose(turn)
 
 
 def random_box(
