@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from botocore.exceptions import ClientError
 from launch_testing import IMAGE, JOB_ID, contract_content
 
 from trainyard.emulator.training.tree import failure_reason
+from trainyard.errors import InputError
 from trainyard.functions import job_resumer, retry_rules
 from trainyard.functions.broker_rules import check_record
+from trainyard.launch import watch
+from trainyard.launch.backend import Observation, Say
 from trainyard.launch.elastic import revised
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, S3RecordStore
@@ -95,9 +99,11 @@ def test_a_resume_is_the_launchers_own_within_the_budget_and_its_repetition_chan
     assert cloud.resume(1) == {"submitted": "yes"}
     record = read(store)
     expected = first.with_next_attempt()
-    assert [item.model_dump(exclude={"created_at", "claim", "submitted_at"}) for item in record.attempts] == [
-        item.model_dump(exclude={"created_at", "claim", "submitted_at"}) for item in expected.attempts
+    own = {"created_at", "claim", "handed_over_at", "submitted_at"}
+    assert [item.model_dump(exclude=own) for item in record.attempts] == [
+        item.model_dump(exclude=own) for item in expected.attempts
     ]
+    assert record.attempt.claim and record.attempt.handed_over_at == record.attempt.submitted_at
     assert record.attempt.submitted_at and record.state == "Submitted"
     assert record.states[-2].note == "resumed by itself (1): no capacity; from step 0"
     # SageMaker may tell of one change more than once.
@@ -462,3 +468,158 @@ def test_a_write_whose_answer_was_lost_is_the_resumers_own(aws: Account) -> None
     record = {"job_id": JOB_ID, "attempts": []}
     assert job_resumer.Records(Twice(), DATA).replace(record, version)
     assert not job_resumer.Records(s3, DATA).replace(record, version)
+
+
+class Submitting(Aws):
+    """Its broker submits what the record's newest attempt is when it reads it; one that it has already stays."""
+
+    def __init__(self, s3: Any, store: S3RecordStore) -> None:
+        super().__init__(s3, LOST)
+        self.store = store
+        self.taken: dict[str, float] = {}
+        self.meanwhile: list[Callable[[], object]] = []
+        """What others do once it has read the record, and before SageMaker has the job."""
+
+    def invoke(self, *, FunctionName: str, Payload: bytes) -> dict[str, Any]:
+        record = read(self.store)
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        if "submitted" in self.answer:
+            self.taken.setdefault(record.attempt.training_job_name, record.spec.compute.max_hours)
+        return super().invoke(FunctionName=FunctionName, Payload=Payload)
+
+
+class Person:
+    """`trainyard resume` of somebody who asks the same broker."""
+
+    def __init__(self, cloud: Submitting) -> None:
+        self.cloud = cloud
+
+    def check(self, record: JobRecord) -> None:
+        """Nothing is refused."""
+
+    def submit(self, record: JobRecord, say: Say) -> None:
+        self.cloud.invoke(FunctionName="the-broker", Payload=json.dumps({"job_id": record.job_id}).encode())
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        if record.attempt.number == 1:
+            return Observation("Failed", failure=LOST)
+        return Observation("Training") if record.attempt.training_job_name in self.cloud.taken else None
+
+    def resume(self, hours: float | None = None) -> JobRecord:
+        """With `--set compute.max_hours=HOURS`, or as the job is."""
+
+        def revise(record: JobRecord) -> JobRecord:
+            compute = record.spec.compute.model_copy(update={"max_hours": hours})
+            return record.model_copy(update={"spec": record.spec.model_copy(update={"compute": compute})})
+
+        backend: Any = self
+        return watch.resume(self.cloud.store, backend, JOB_ID, revise=None if hours is None else revise)
+
+
+@pytest.fixture
+def cloud(aws: Account, store: S3RecordStore) -> Submitting:
+    return Submitting(aws.client("s3"), store)
+
+
+def expect_what_runs_to_be_what_the_record_says(cloud: Submitting, hours: float) -> None:
+    assert cloud.taken == {f"{JOB_ID}-r2": hours} == {f"{JOB_ID}-r2": read(cloud.store).spec.compute.max_hours}
+
+
+@pytest.mark.parametrize("moment", ["written", "handed over"])
+def test_a_person_who_resumes_what_the_resumer_is_submitting_is_told_so(
+    cloud: Submitting, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    before, refused = read(cloud.store).spec.compute.max_hours, list[str]()
+
+    def person() -> None:
+        with pytest.raises(InputError) as error:
+            Person(cloud).resume(hours=before + 1)
+        refused.append(str(error.value))
+
+    honest = job_resumer.Records.replace
+
+    def replace(records: job_resumer.Records, record: dict[str, Any], version: str) -> bool:
+        monkeypatch.setattr(job_resumer.Records, "replace", honest)
+        written = honest(records, record, version)
+        person()
+        return written
+
+    if moment == "written":
+        monkeypatch.setattr(job_resumer.Records, "replace", replace)
+    else:
+        cloud.meanwhile.append(person)
+    assert cloud.resume(1) == {"submitted": "yes"}
+    assert len(refused) == 1 and "somebody else has just resumed it" in refused[0]
+    expect_what_runs_to_be_what_the_record_says(cloud, before)
+
+
+@pytest.mark.parametrize("hours", [None, 5.0])
+def test_a_resumer_that_meets_what_a_person_is_submitting_leaves_it(cloud: Submitting, hours: float | None) -> None:
+    before, left = read(cloud.store).spec.compute.max_hours, list[dict[str, Any]]()
+    cloud.meanwhile.append(lambda: left.append(cloud.resume(1)))
+    assert Person(cloud).resume(hours).attempt.submitted_at
+    assert left == [{"left": "somebody has resumed it"}] and len(cloud.asked) == 1
+    expect_what_runs_to_be_what_the_record_says(cloud, hours or before)
+
+
+@pytest.mark.parametrize("moment", ["before its look", "between its look and its write", "while it is submitted"])
+def test_an_attempt_of_the_resumers_that_a_person_has_changed_is_the_persons(
+    cloud: Submitting, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    cloud.answer = {"refused": "try again", "by": "aws", "code": "Busy"}
+    with pytest.raises(RuntimeError, match="the broker did not submit it"):
+        cloud.resume(1)
+    cloud.answer, cloud.asked = {"submitted": "yes"}, []
+    person, honest = Person(cloud), job_resumer.is_ours
+
+    def is_ours(*asked: Any) -> bool:
+        monkeypatch.setattr(job_resumer, "is_ours", honest)
+        found = honest(*asked)
+        person.resume(hours=5)
+        return found
+
+    left = list[dict[str, Any]]()
+    if moment == "between its look and its write":
+        monkeypatch.setattr(job_resumer, "is_ours", is_ours)
+        left.append(cloud.resume(1))
+    elif moment == "while it is submitted":
+        cloud.meanwhile.append(lambda: left.append(cloud.resume(1)))
+        person.resume(hours=5)
+    else:
+        person.resume(hours=5)
+        left.append(cloud.resume(1))
+    assert left == [{"left": "somebody has resumed it"}] and len(cloud.asked) == 1, "Lambda asks again after an error"
+    expect_what_runs_to_be_what_the_record_says(cloud, 5)
+
+
+def test_what_the_broker_refused_the_resumer_is_free_at_once(cloud: Submitting) -> None:
+    cloud.answer = {"refused": "over the quota", "by": "rules"}
+    assert cloud.resume(1) == cloud.answer
+    assert read(cloud.store).attempt.handed_over_at is None
+    cloud.answer = {"submitted": "yes"}
+    Person(cloud).resume(hours=5)
+    expect_what_runs_to_be_what_the_record_says(cloud, 5)
+
+
+def test_a_broker_that_did_not_answer_may_be_at_it(cloud: Submitting) -> None:
+    def away() -> None:
+        raise TimeoutError
+
+    cloud.meanwhile.append(away)
+    with pytest.raises(TimeoutError):
+        cloud.resume(1)
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        Person(cloud).resume(hours=5)
+    assert cloud.resume(1) == {"submitted": "yes"}
+
+
+def test_a_record_that_an_older_launcher_wrote_gets_no_field_that_this_would_refuse(cloud: Submitting) -> None:
+    content = json.loads(read(cloud.store).model_dump_json())
+    for name in ("claim", "handed_over_at"):
+        del content["attempts"][0][name]
+    key = f"jobs/{JOB_ID}/record.json"
+    cloud.s3.put_object(Bucket=DATA, Key=key, Body=json.dumps(content).encode())
+    assert cloud.resume(1) == {"submitted": "yes"}
+    written = json.load(cloud.s3.get_object(Bucket=DATA, Key=key)["Body"])
+    assert [attempt.keys() - content["attempts"][0].keys() for attempt in written["attempts"]] == [set(), set()]

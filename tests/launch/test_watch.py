@@ -431,6 +431,42 @@ def test_an_attempt_that_is_being_submitted_is_changed_by_nobody(store: FolderRe
     assert store.read(JOB_ID).record.spec.compute.max_hours == 1
 
 
+def test_who_joins_a_submission_and_is_refused_does_not_free_the_attempt_for_others(store: FolderRecordStore) -> None:
+    cluster, told = Cluster(), list[str]()
+
+    class Busy(Cluster):
+        def submit(self, record: JobRecord, say: Say) -> None:
+            raise AwsRefusedError("busy")
+
+    def others() -> None:
+        with pytest.raises(AwsRefusedError):
+            watch.resume(store, Busy(), JOB_ID)
+        with pytest.raises(InputError) as error:
+            watch.resume(store, cluster, JOB_ID, revise=hours(3))
+        told.append(str(error.value))
+
+    cluster.meanwhile = others
+    assert watch.resume(store, cluster, JOB_ID, revise=hours(1)).spec.compute.max_hours == 1
+    assert "somebody else has just resumed it" in told[0]
+    assert cluster.taken == {f"{JOB_ID}-r2": 1}
+
+
+def test_who_takes_up_what_a_killed_one_left_has_the_same_minutes_for_it(store: FolderRecordStore) -> None:
+    cluster, told = Cluster(), list[str]()
+    left_behind(store, cluster)
+    stored, begun = store.read(JOB_ID), datetime.now(UTC) - timedelta(seconds=watch.SUBMISSION_SECONDS + 1)
+    store.replace(stored, stored.record.with_attempt(handed_over_at=begun.isoformat()))
+
+    def other() -> None:
+        with pytest.raises(InputError) as error:
+            watch.resume(store, cluster, JOB_ID, revise=hours(3))
+        told.append(str(error.value))
+
+    cluster.meanwhile = other
+    watch.resume(store, cluster, JOB_ID)
+    assert "somebody else has just resumed it" in told[0]
+
+
 def test_two_who_change_an_attempt_that_was_left_are_told_which_of_them_did(store: FolderRecordStore) -> None:
     cluster = Cluster()
     left_behind(store, cluster)

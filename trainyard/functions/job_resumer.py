@@ -2,14 +2,18 @@
 
 For what neither SageMaker nor a training queue starts again: no capacity, SageMaker's own errors, a lost host, "saved,
 resume me". Who resumes writes the next attempt into the job's record first, on the condition that it still is as it was
-read: of two resumers one wins. The tenant's broker then submits it, with all its checks.
+read: of two resumers one wins. The tenant's broker then submits it, with all its checks. Until it has, the attempt says
+whose it is and that it is being submitted, as the launcher's do (trainyard.launch.record.Attempt): a person who resumes
+the job with other settings meanwhile is told so, and one that has changed the attempt has it.
 """
 
+import contextlib
 import datetime
 import json
 import os
 import re
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 HOST_MEMORY = (
@@ -34,6 +38,8 @@ CAUSES = {
 """Pattern of FailureReason's first line, by what the log and the record call it."""
 _LOSSES = ("a host was lost", _KILLED)
 NOTE = "resumed by itself"
+_CLAIM = "resumer-"
+"""How the claim of an attempt begins that nobody has changed since this function wrote it."""
 _SUFFIX = re.compile(r"-r\d+$")
 _CONFLICTS = ("PreconditionFailed", "ConditionalRequestConflict")
 _CONFIRMATIONS = 5
@@ -91,10 +97,12 @@ def on_fewer_instances(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_attempt(record: dict[str, Any], why: str, step: int, now: str) -> dict[str, Any]:
-    """The record with one more attempt, as trainyard.launch.record has it."""
+    """The record with one more attempt, as trainyard.launch.record has it, that is being submitted."""
     number = record["attempts"][-1]["number"] + 1
     count = 1 + sum(state["note"].startswith(NOTE) for state in record["states"])
     attempt = {"number": number, "training_job_name": f"{record['job_id']}-r{number}", "created_at": now}
+    if "claim" in record["attempts"][-1]:  # else its launcher is older, and would refuse what it doesn't know
+        attempt |= {"claim": f"{_CLAIM}{uuid.uuid4().hex}", "handed_over_at": now}
     attempt |= {"submitted_at": None, "reclaims": 0, "failure": ""}
     state = {
         "state": "Created",
@@ -116,11 +124,19 @@ def _how(why: str, step: int) -> str:
 
 
 def is_ours(record: dict[str, Any], name: str) -> bool:
-    """Whether the newest attempt follows attempt `name`, is one of this function's, and was never submitted."""
+    """Whether the newest attempt follows attempt `name`, is one of this function's that nobody has changed since, and
+    was never submitted."""
     before, newest = ([{}] + record["attempts"])[-2:]
     notes = [state["note"] for state in record["states"] if state["attempt"] == newest["number"]]
     follows = before.get("training_job_name") == name and not newest.get("submitted_at")
-    return follows and bool(notes) and notes[0].startswith(NOTE)
+    is_unchanged = str(newest.get("claim") or _CLAIM).startswith(_CLAIM)
+    return follows and is_unchanged and bool(notes) and notes[0].startswith(NOTE)
+
+
+def handed_over(record: dict[str, Any], at: str | None) -> dict[str, Any]:
+    """The record, its newest attempt being submitted since `at`, where its launcher knows that; None: it is not."""
+    *before, newest = record["attempts"]
+    return {**record, "attempts": [*before, {**newest, "handed_over_at": at}]} if "claim" in newest else record
 
 
 def asked_attempt(number: int, states: Any) -> int:
@@ -172,16 +188,35 @@ class Records:
             return bool(self._s3.head_object(Bucket=self._bucket, Key=key)["Metadata"] == writer)
         return True
 
-    def confirm(self, job_id: str, number: int) -> None:
-        """Write down that an attempt was submitted; whoever looks at the job does so too."""
+    def confirm(self, submitted: dict[str, Any]) -> None:
+        """Write down that the newest attempt of that record was submitted; whoever looks at the job does so too."""
+        number = submitted["attempts"][-1]["number"]
+        # Not when the answer came: its machines may have begun before that.
+        at = submitted["attempts"][-1].get("handed_over_at") or _now()
+        state = {"state": "Submitted", "at": at, "attempt": number, "note": ""}
+
+        def change(record: dict[str, Any]) -> dict[str, Any]:
+            *before, newest = record["attempts"]
+            attempts = [*before, {**newest, "submitted_at": at}]
+            return {**record, "attempts": attempts, "states": [*record["states"], state]}
+
+        self._change(submitted, change)
+
+    def take_back(self, refused: dict[str, Any]) -> None:
+        """Write down that the newest attempt of that record isn't being submitted: who will may change it."""
+        self._change(refused, lambda record: handed_over(record, None))
+
+    def _change(self, written: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Change the record, where its newest attempt still is the one that was written, and not submitted."""
+        own = written["attempts"][-1]
         for _ in range(_CONFIRMATIONS):
-            record, version = self.read(job_id)
+            record, version = self.read(written["job_id"])
             newest = record["attempts"][-1]
-            if newest["number"] != number or newest.get("submitted_at"):
+            is_own = all(newest.get(name) == own.get(name) for name in ("number", "claim"))
+            if not is_own or newest.get("submitted_at"):
                 return
-            newest["submitted_at"] = _now()
-            record["states"].append({"state": "Submitted", "at": _now(), "attempt": number, "note": ""})
-            if self.replace(record, version):
+            changed = change(record)
+            if changed == record or self.replace(changed, version):
                 return
 
 
@@ -214,8 +249,11 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     asked = json.dumps({"job_id": job_id}).encode()
     answer = json.load(client("lambda").invoke(FunctionName=places["broker"], Payload=asked)["Payload"])
     if "submitted" in answer:
-        records.confirm(job_id, record["attempts"][-1]["number"])
-    elif answer.get("by") != "rules":
+        records.confirm(record)
+        return dict(answer)
+    with contextlib.suppress(Exception):  # of the two the broker's answer is the one to tell
+        records.take_back(record)
+    if answer.get("by") != "rules":
         raise RuntimeError(f"{name}: the broker did not submit it: {json.dumps(answer)}")
     return dict(answer)
 
@@ -227,8 +265,13 @@ def _next_attempt(
     for _ in range(_CONFIRMATIONS):
         record, version = records.read(job_id)
         if record["attempts"][-1]["training_job_name"] != name:
+            if not is_ours(record, name):
+                return record, "somebody has resumed it"
             # An event may come twice, and this function may have died in between.
-            return record, "" if is_ours(record, name) else "somebody has resumed it"
+            record = handed_over(record, _now())
+            if "claim" not in record["attempts"][-1] or records.replace(record, version):
+                return record, ""
+            continue
         why = cause(client("sagemaker").describe_training_job(TrainingJobName=name))
         step = newest_step(client("s3"), checkpoints, job_id)
         if no := refusal(record, why, step):

@@ -348,14 +348,18 @@ def resumed_meanwhile(job_id: str, options: str) -> InputError:
 def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Say, options: str) -> JobRecord:
     job_id, number = written.job_id, written.attempt.number
     asked_at = utc_now()  # not when the answer came: its machines may have begun before that
+    before: list[str | None] = []
 
     def handed_over(current: JobRecord) -> JobRecord:
         if (current.attempt.number, current.attempt.claim) != (number, written.attempt.claim):
             raise resumed_meanwhile(job_id, options)
-        return current.with_attempt(handed_over_at=current.attempt.handed_over_at or asked_at)
+        before.append(current.attempt.handed_over_at)
+        return current.with_attempt(handed_over_at=asked_at)
 
     def taken_back(current: JobRecord) -> JobRecord:
-        return current.with_attempt(handed_over_at=None) if current.attempt.number == number else current
+        if current.attempt != record.attempt:
+            return current
+        return current.with_attempt(handed_over_at=before[-1])  # who began before may still be at it
 
     # A conditional write, as a change of the attempt is: of two at once one fails. After it nobody changes the attempt.
     record = update(store, job_id, handed_over).record
