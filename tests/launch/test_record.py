@@ -1,5 +1,6 @@
 """Job records: written under a condition, never overwritten in silence, the same in a bucket and in a folder."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from trainyard.errors import InputError
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import (
     CREATED,
+    RECORD_VERSION,
+    Attempt,
     FolderRecordStore,
     JobRecord,
     RecordConflictError,
+    RecordedChannel,
     RecordStore,
     S3RecordStore,
+    StateChange,
     StoredRecord,
     newest_first,
     update,
@@ -150,6 +155,57 @@ def test_a_torn_record_is_one_line_not_a_traceback(tmp_path: Path) -> None:
     path.write_text('{"version": 99}')
     with pytest.raises(InputError, match="newer than this trainyard"):
         folder.read(JOB_ID)
+
+
+def test_what_an_older_trainyard_wrote_is_read_and_becomes_of_this_version_when_it_is_written(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    folder = FolderRecordStore(tmp_path)
+    folder.create(make_record(JOB_ID))
+    path = folder.directory(JOB_ID) / "record.json"
+    content = json.loads(path.read_text()) | {"version": 1}
+    for name in ("claim", "handed_over_at", "cluster"):
+        del content["attempts"][0][name]
+    path.write_text(json.dumps(content))
+    before = path.read_bytes()
+    assert update(folder, JOB_ID, lambda record: record).record.attempt.claim == ""
+    assert path.read_bytes() == before, "who only looks changes nothing for those who wrote it"
+    update(folder, JOB_ID, lambda record: record.with_next_attempt())
+    written = json.loads(path.read_text())
+    assert written["attempts"][1]["claim"] and written["version"] == RECORD_VERSION > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda content: content | {"colour": "red"}, "colour"),
+        (lambda content: content["attempts"][0].update(colour="red"), "attempts.0.colour"),
+        (lambda content: content["spec"]["training"].update(colour="red"), "spec.training.colour"),
+    ],
+)
+def test_fields_that_only_a_newer_trainyard_knows_are_nothing_to_remove(
+    tmp_path: Path, make_record: MakeRecord, change: Callable[[dict[str, Any]], dict[str, Any] | None], named: str
+) -> None:
+    folder = FolderRecordStore(tmp_path)
+    folder.create(make_record(JOB_ID))
+    path = folder.directory(JOB_ID) / "record.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(change(content) or content))
+    with pytest.raises(
+        InputError, match=rf"record\.json: a newer trainyard wrote it \(it has {named}\); upgrade"
+    ) as told:
+        folder.read(JOB_ID)
+    assert "remove" not in str(told.value)
+
+
+def test_each_field_that_a_record_gets_is_a_version_of_its_own() -> None:
+    """A trainyard that is too old for a field refuses the record by its version, and else by a key's name."""
+    fields = [
+        f"{model.__name__}.{name}"
+        for model in (JobRecord, Attempt, StateChange, RecordedChannel)
+        for name in model.model_fields
+    ]
+    assert (len(fields), RECORD_VERSION) == (33, 2), f"a field came or went: raise RECORD_VERSION; now: {fields}"
 
 
 def test_a_record_that_cannot_be_read_is_not_a_job_that_is_not_there(tmp_path: Path, make_record: MakeRecord) -> None:

@@ -21,10 +21,11 @@ from trainyard.errors import InputError
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
 from trainyard.spec.backends import BackendName
-from trainyard.spec.base import SpecModel, parse
+from trainyard.spec.base import SpecModel, parse, unknown_keys
 from trainyard.spec.job import JobSpec, ResolvedJob
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+"""Raised with every field that a record gets: a trainyard that doesn't know it refuses the record, and says why."""
 _WRITER = "writer"
 """Of an object's metadata: which write it is of."""
 _MAX_UPDATE_TRIES = 5
@@ -202,7 +203,15 @@ def _parse_record(text: bytes, where: str) -> JobRecord:
         raise InputError(f"{where}: is no job's record; restore an older version of the object")
     if content.get("version", 1) > RECORD_VERSION:
         raise InputError(f"{where}: record version {content['version']} is newer than this trainyard reads; upgrade it")
-    return parse(JobRecord, content, where)
+    try:
+        # Whoever writes it again writes all that this one knows.
+        return parse(JobRecord, {**content, "version": RECORD_VERSION}, where)
+    except InputError:
+        # Of a job's spec, too, which has more of them with each release.
+        if not (unknown := unknown_keys(JobRecord, content)):
+            raise
+    names = ", ".join(unknown[:3])
+    raise InputError(f"{where}: a newer trainyard wrote it (it has {names}); upgrade this one")
 
 
 class NoRecordError(InputError):

@@ -303,6 +303,15 @@ def parse(model: type[Spec], content: Mapping[str, Any], where: str) -> Spec:
         raise InputError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
 
 
+def unknown_keys(model: type[SpecModel], content: Mapping[str, Any]) -> list[str]:
+    """The keys of `content` that `model` doesn't know, by their dotted names: of what programs write, a newer one's."""
+    try:
+        model.model_validate(content)
+    except ValidationError as error:
+        return [_field(problem) for problem in error.errors() if problem["type"] == "extra_forbidden"]
+    return []
+
+
 def _is_consequence(problem: Any) -> bool:
     """A list is too short for pydantic once its wrong items are taken out; each of those is told already."""
     given = problem.get("input")
