@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -387,7 +389,7 @@ def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(JobFailedError, match=r"can't write .*/manifest\.json: No space left on device"):
         checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
-    assert not [*(tmp_path / "b").iterdir()], "no empty folders either"
+    assert not (tmp_path / "b").exists(), "no empty folders either"
     monkeypatch.undo()
     (tmp_path / "b/checkpoints/step-00000010/COMMITTED").mkdir(parents=True)
     checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
@@ -474,6 +476,116 @@ def test_nothing_is_copied_to_where_a_job_saves_now(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
     assert [path.name for path in (tmp_path / "b").iterdir()] == [".in_use"]
     checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+
+
+def once(action: Callable[[], object]) -> Callable[..., str]:
+    """In the place of `sha256`: does that after the first shard was read back."""
+    left = [action]
+
+    def hashed(files: Files, name: str) -> str:
+        digest = checkpoint_files.sha256(files, name)
+        while left:
+            left.pop()()
+        return digest
+
+    return hashed
+
+
+def test_no_job_begins_to_save_where_a_copy_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    words = list[str]()
+
+    def ask() -> None:
+        ours, theirs = os.pipe()
+        if (pid := os.fork()) == 0:  # a lock is its process's
+            with suppress(InputError), open_files(str(tmp_path / "b"), None).claimed():
+                os.write(theirs, b"free")
+                os._exit(0)
+            os.write(theirs, (tmp_path / "b/.in_use").read_bytes())
+            os._exit(0)
+        words.append(os.read(ours, 400).decode())
+        os.waitpid(pid, 0)
+
+    monkeypatch.setattr(checkpoints, "sha256", once(ask))
+    checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+    assert words == [f"`trainyard checkpoints copy` on {socket.gethostname()}, process {os.getpid()}\n"]
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["checkpoints"]
+    ask()
+    assert words[-1] == "free"
+
+
+def write(s3: Any, root: str, name: str, content: bytes) -> None:
+    """As somebody else would."""
+    if root.startswith("s3://"):
+        bucket, _, prefix = root.removeprefix("s3://").partition("/")
+        s3.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=content)
+    else:
+        path = Path(root, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints/step-00000005/__0_0.distcp",
+        "checkpoints/step-00000010/__0_0.distcp",
+        "checkpoints/step-00000010/COMMITTED",
+        "attempts.json",
+    ],
+)
+def test_a_copy_is_given_up_where_another_writer_appears(
+    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    """No bucket can say who saves there, nor a file system without locks."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(checkpoint_files.fcntl, "lockf", no_locks)
+    save(tmp_path / "a", 10)
+    record(tmp_path / "a", 12, seconds=1.0)
+    to = str(tmp_path / "b") if kind == "folder" else "s3://two/kept"
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    monkeypatch.setattr(checkpoints, "sha256", once(lambda: write(s3, to, name, b"theirs")))
+    with pytest.raises(
+        JobFailedError, match=rf"{name}: somebody else wrote it meanwhile.*give another prefix or folder"
+    ):
+        checkpoints.copy(str(tmp_path / "a"), s3, found, to)
+    there = open_files(to, s3)
+    assert there.read(name) == b"theirs" and set(there.sizes("checkpoints")) <= {name}, "what is theirs stays"
+    assert there.read("metrics.jsonl") is None
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_of_two_markers_that_come_at_once_the_first_stays(tmp_path: Path, s3: Any, kind: str) -> None:
+    files = open_files(str(tmp_path) if kind == "folder" else "s3://one/a", s3)
+    assert files.write_new("x/COMMITTED", b"first")
+    assert files.write_new("x/COMMITTED", b"second") is None
+    assert files.read("x/COMMITTED") == b"first" and list(files.sizes("x")) == ["x/COMMITTED"]
+
+
+def test_a_source_that_its_job_removes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    monkeypatch.setattr(checkpoints, "sha256", once((folder / "COMMITTED").unlink))
+    with pytest.raises(JobFailedError, match="step 10 is not copied: it was removed while it was looked at"):
+        checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    monkeypatch.setattr(checkpoints, "sha256", once(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_step_that_lies_under_anothers_name_is_broken(tmp_path: Path) -> None:

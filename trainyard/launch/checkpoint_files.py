@@ -4,15 +4,15 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainyard.errors import InputError, JobFailedError
-from trainyard.launch.aws import aws_errors, is_missing
+from trainyard.launch.aws import aws_errors, is_conflict, is_missing
 from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
 
 FOLDER = "checkpoints"
@@ -44,8 +44,14 @@ class Files(Protocol):
     def write(self, name: str, content: bytes) -> None:
         """A small file, whole or not at all."""
 
-    def take(self, name: str, source: "Files") -> None:
-        """Copy the file of that name from another root."""
+    def write_new(self, name: str, content: bytes) -> str | None:
+        """A small file, whole, where there is none; its mark. None: there is one, which stays."""
+
+    def take(self, name: str, source: "Files") -> str:
+        """Copy the file of that name from another root, whole or not at all; its mark."""
+
+    def marks(self, prefix: str) -> dict[str, str]:
+        """As `sizes`, with what changes whenever a file is written again."""
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, in this order."""
@@ -53,8 +59,11 @@ class Files(Protocol):
     def drop_empty(self, folder: str) -> None:
         """Remove a folder, those in it and the one it lies in, as far as they hold nothing; a link stays."""
 
-    def holder(self) -> str | None:
-        """Which running job saves there, as its trainer signed; None: none, or nobody can say (of a bucket)."""
+    def claimed(self) -> AbstractContextManager[None]:
+        """Have the root for this process alone: no job begins to save there meanwhile. InputError where one does.
+
+        Of a bucket, and where there are no locks, nobody can say.
+        """
 
 
 def open_files(root: str, s3: Any) -> Files:
@@ -129,21 +138,39 @@ class _FolderFiles:
 
     def write(self, name: str, content: bytes) -> None:
         path = self._root / name
-        with _os_errors("write", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.partial")
+        with _os_errors("write", path), _partial_of(path) as partial:
             partial.write_bytes(content)
             partial.replace(path)
 
-    def take(self, name: str, source: Files) -> None:
+    def write_new(self, name: str, content: bytes) -> str | None:
         path = self._root / name
-        with _os_errors("write", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.partial")
+        with _os_errors("write", path), _partial_of(path) as partial:
+            partial.write_bytes(content)
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                return None
+            except OSError:  # a file system that knows no links
+                if path.exists():
+                    return None
+                partial.replace(path)
+            return _mark(path)
+
+    def take(self, name: str, source: Files) -> str:
+        path = self._root / name
+        with _os_errors("write", path), _partial_of(path) as partial:
             with partial.open("wb") as file:
                 for block in source.blocks(name):
                     file.write(block)
             partial.replace(path)
+            return _mark(path)
+
+    def marks(self, prefix: str) -> dict[str, str]:
+        found = {}
+        for name in self.sizes(prefix):
+            with suppress(OSError):  # it went meanwhile
+                found[name] = _mark(self._root / name)
+        return found
 
     def delete(self, names: Iterable[str]) -> None:
         folders = set()
@@ -159,8 +186,8 @@ class _FolderFiles:
             # Only an empty one goes; somebody else's file keeps it. A link is its owner's.
             if folder == self._root or folder.is_symlink():
                 continue
-            if folder.is_dir() and not any(folder.iterdir()):
-                shutil.rmtree(folder)
+            with suppress(OSError):
+                folder.rmdir()
 
     def drop_empty(self, folder: str) -> None:
         place = self._root / folder
@@ -170,21 +197,28 @@ class _FolderFiles:
                 with suppress(OSError):  # it holds something, or is a link
                     one.rmdir()
 
-    def holder(self) -> str | None:
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
         path = self._root / _CLAIM
+        made = [place for place in (self._root, *self._root.parents) if not place.exists()]
+        descriptor: int | None = None
+        is_new = False
+        with suppress(OSError):  # where nothing can be written, who copies will say so
+            self._root.mkdir(parents=True, exist_ok=True)
+            descriptor, is_new = _opened(path)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # what may not be asked keeps nobody out
-            return None
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                words = os.pread(descriptor, 400, 0).decode(errors="replace").partition("\n")[0]
-                return words or "another process"
+            if descriptor is not None:
+                _lock(descriptor, self.root)
+            yield
         finally:
-            os.close(descriptor)
-        return None
+            if is_new:
+                with suppress(OSError):
+                    path.unlink()
+            if descriptor is not None:
+                os.close(descriptor)
+            for place in made:
+                with suppress(OSError):  # it holds something
+                    place.rmdir()
 
 
 class _S3Files:
@@ -200,12 +234,15 @@ class _S3Files:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def sizes(self, prefix: str) -> dict[str, int]:
+        return {name: int(item["Size"]) for name, item in self._listed(prefix)}
+
+    def _listed(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
         skip = len(self._key(""))
         with aws_errors("listing", f"{self.root}/{prefix}"):
             pages = self._s3.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._key(prefix) + "/"
             )
-            return {item["Key"][skip:]: int(item["Size"]) for page in pages for item in page.get("Contents", [])}
+            return [(item["Key"][skip:], item) for page in pages for item in page.get("Contents", [])]
 
     def read(self, name: str) -> bytes | None:
         from botocore.exceptions import ClientError
@@ -247,15 +284,31 @@ class _S3Files:
         with aws_errors("writing", f"{self.root}/{name}"):
             self._s3.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
 
-    def take(self, name: str, source: Files) -> None:
+    def write_new(self, name: str, content: bytes) -> str | None:
+        from botocore.exceptions import ClientError
+
+        place = {"Bucket": self._bucket, "Key": self._key(name)}
+        with aws_errors("writing", f"{self.root}/{name}"):
+            try:
+                return str(self._s3.put_object(**place, Body=content, IfNoneMatch="*")["ETag"])
+            except ClientError as error:
+                if not is_conflict(error):
+                    raise
+        return None
+
+    def take(self, name: str, source: Files) -> str:
         with aws_errors("writing", f"{self.root}/{name}"):
             if isinstance(source, _S3Files):
                 # Inside S3, in parts where it is large: nothing passes through this machine.
                 origin = {"Bucket": source._bucket, "Key": source._key(name)}
                 self._s3.copy(origin, self._bucket, self._key(name))
-                return
-            assert isinstance(source, _FolderFiles)
-            self._s3.upload_file(str(Path(source.root) / name), self._bucket, self._key(name))
+            else:
+                assert isinstance(source, _FolderFiles)
+                self._s3.upload_file(str(Path(source.root) / name), self._bucket, self._key(name))
+            return str(self._s3.head_object(Bucket=self._bucket, Key=self._key(name))["ETag"])
+
+    def marks(self, prefix: str) -> dict[str, str]:
+        return {name: str(item["ETag"]) for name, item in self._listed(prefix)}
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -265,14 +318,63 @@ class _S3Files:
     def drop_empty(self, folder: str) -> None:
         """A bucket has no folders."""
 
-    def holder(self) -> str | None:
-        return None
+    def claimed(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _may_be_a_steps(path: Path, top: Path) -> bool:
     """Whether checkpoints may be missed with what can't be read there; not with a volume's lost+found, say, or a
     folder of somebody else's."""
     return path == top or any(part.startswith("step-") for part in path.relative_to(top).parts)
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    """A claim's file as it lies there, of another user for reading alone; and whether it is new. OSError."""
+    flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666), True
+    except FileExistsError:
+        try:
+            return os.open(path, os.O_RDWR | flags), False
+        except PermissionError:
+            return os.open(path, os.O_RDONLY | flags), False
+
+
+def _lock(descriptor: int, root: str) -> None:
+    """Take it, for as long as it is open, and sign it; InputError where somebody else has it."""
+    is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    try:
+        # One that is shared keeps a job out as well, which wants it alone.
+        fcntl.lockf(descriptor, (fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            words = os.pread(descriptor, 400, 0).decode(errors="replace").partition("\n")[0] or "another process"
+            raise InputError(
+                f"{root}: {words} saves there: wait for its end, stop it, or give another prefix or folder"
+            ) from None
+        return  # no locks here
+    if is_writable and os.fstat(descriptor).st_nlink <= 1:  # what has another name as well may be anybody's
+        with suppress(OSError):  # a full disk costs the name
+            os.ftruncate(descriptor, 0)
+            line = f"`trainyard checkpoints copy` on {socket.gethostname()}, process {os.getpid()}\n"
+            os.pwrite(descriptor, line.encode(), 0)
+
+
+def _mark(path: Path) -> str:
+    """Changes whenever the file is written again. (Its inode's number may change without that.) OSError."""
+    found = path.stat()
+    return f"{found.st_size}-{found.st_mtime_ns}"
+
+
+@contextmanager
+def _partial_of(path: Path) -> Iterator[Path]:
+    """Where to write what is to be `path`; nothing is left of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ _MARKER = "COMMITTED"
 _MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
 _REMOVED = "it was removed while it was looked at (its job no longer keeps it, or somebody prunes)"
-_BESIDE = (METRICS, "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
+_ATTEMPTS = "attempts.json"
+_BESIDE = (METRICS, _ATTEMPTS, "goodput.jsonl", "left_out_batches.jsonl")
 """What a resume at another destination wants to find beside the checkpoints: without the last it would learn from
 batches that the job leaves out."""
 
@@ -279,12 +280,19 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     where the target takes no more, what was copied goes again, and JobFailedError says which side is altered, or why.
     A step that is there already, whole, stays as it is; one that is broken there is replaced, once the source was read
     and found whole; InputError, before anything is copied, where another checkpoint of the same step is there, or
-    another job's, or a job saves there now. What lies beside is of the newest step, and copied with that alone.
-    A resume of a job with `checkpoint.destination: <target>` goes on from there.
+    another job's, or a job saves there now. No job begins to meanwhile; where that can't be had (S3, no locks), a file
+    there that somebody else writes gives the copy up. What lies beside is of the newest step, and copied with that
+    alone. A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
     source, sink = open_files(destination, s3), open_files(target, s3)
     if source.root == sink.root:
         raise InputError(f"{target}: is where the checkpoints are; give another prefix or folder")
+    with sink.claimed():
+        return _copy_all(source, sink, checkpoints, s3)
+
+
+def _copy_all(source: Files, sink: Files, checkpoints: Sequence[Checkpoint], s3: Any) -> list[str]:
+    alone, target = _Alone(sink), sink.root
     there = {one.step: one for one in list_checkpoints(target, s3)}
     # What is there and can't be looked at may be whole, and another's.
     refuse_unreadable(target, [there[one.step] for one in checkpoints if one.step in there])
@@ -298,8 +306,8 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
                 f"{target}: holds another checkpoint of step {checkpoint.step}, which stays; give another prefix"
                 " or folder"
             )
-    refuse_anothers(source, sink, list_checkpoints(destination, s3), there.values(), target)
-    uris = [_copy_one(source, sink, checkpoint, there.get(checkpoint.step), s3) for checkpoint in checkpoints]
+    refuse_anothers(source, sink, list_checkpoints(source.root, s3), there.values(), target)
+    uris = [_copy_one(source, alone, checkpoint, there.get(checkpoint.step), s3) for checkpoint in checkpoints]
     newest_there = max((step for step, held in there.items() if held.is_good), default=-1)
     if max((checkpoint.step for checkpoint in checkpoints), default=-1) >= newest_there:
         for name in _BESIDE:
@@ -309,39 +317,99 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     return uris
 
 
-def _copy_one(source: Files, sink: Files, checkpoint: Checkpoint, held: Checkpoint | None, s3: Any) -> str:
+class _Alone:
+    """A copy's target, and by what another writer shows there."""
+
+    def __init__(self, sink: Files) -> None:
+        self.sink = sink
+        self._known = sink.marks(FOLDER)
+        self._attempts = sink.read(_ATTEMPTS)
+        """A job that starts counts itself, before it saves."""
+        self._taken: dict[str, str | None] = {}
+
+    def take(self, name: str, source: Files) -> None:
+        """Copy a file there."""
+        self._taken[name] = None
+        self._taken[name] = self.sink.take(name, source)
+
+    def commit(self, step: int, marker: bytes) -> None:
+        """Write a step's marker; JobFailedError where somebody else has written anything there meanwhile."""
+        self._refuse_others()
+        name = f"{_step_folder(step)}/{_MARKER}"
+        mark = self.sink.write_new(name, marker)
+        if mark is None:
+            raise self._refusal(name)
+        self._taken[name] = mark
+        self._refuse_others()
+        self._known |= {name: mark for name, mark in self._taken.items() if mark is not None}
+        self._taken.clear()
+
+    def clear(self, step: int) -> None:
+        """Remove what lies there of a step."""
+        folder = _step_folder(step)
+        self._remove(self.sink.sizes(folder))
+        self.sink.drop_empty(folder)
+
+    def give_up(self, step: int) -> None:
+        """Remove what was copied of a step since the last commit, but nothing that somebody else has written over."""
+        there = self.sink.marks(_step_folder(step))
+        ours = [name for name, mark in self._taken.items() if mark in (None, there.get(name))]
+        self._remove(name for name in ours if name in there)
+        self.sink.drop_empty(_step_folder(step))
+
+    def _remove(self, names: Iterable[str]) -> None:
+        names = _in_order_of_removal(names)
+        self.sink.delete(names)
+        for name in names:
+            self._known.pop(name, None)
+
+    def _refuse_others(self) -> None:
+        expected, there = {**self._known, **self._taken}, self.sink.marks(FOLDER)
+        # By the step's own files first: they say most.
+        for name in sorted(expected.keys() | there.keys(), key=lambda name: (name not in self._taken, name)):
+            if expected.get(name) != there.get(name):
+                raise self._refusal(name)
+        if self.sink.read(_ATTEMPTS) != self._attempts:
+            raise self._refusal(_ATTEMPTS)
+
+    def _refusal(self, name: str) -> JobFailedError:
+        return JobFailedError(
+            f"{self.sink.root}/{name}: somebody else wrote it meanwhile, or removed it, so the copy was given up: see"
+            " which job saves there, and copy again after its end, or give another prefix or folder"
+        )
+
+
+def _copy_one(source: Files, alone: _Alone, checkpoint: Checkpoint, held: Checkpoint | None, s3: Any) -> str:
     """The checkpoint's URI at the sink, where `held` is what it has of that step; what failed leaves nothing."""
-    folder = _step_folder(checkpoint.step)
     if held is not None:
-        if held.is_good and verified(sink.root, s3, held).is_good:
+        if held.is_good and verified(alone.sink.root, s3, held).is_good:
             return held.uri
         found = verified(source.root, s3, checkpoint)
         if not found.is_good:
             raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {found.problem}")
-        sink.delete(_in_order_of_removal(sink.sizes(folder)))
-    sink.drop_empty(folder)
+    alone.clear(checkpoint.step)
     try:
-        _bring(source, sink, checkpoint)
-    except TrainyardError:
+        _bring(source, alone, checkpoint)
+    except BaseException:  # Ctrl-C, too
         with contextlib.suppress(TrainyardError):  # what says why is the first error
-            sink.delete(_in_order_of_removal(sink.sizes(folder)))
-            sink.drop_empty(folder)
+            alone.give_up(checkpoint.step)
         raise
-    return f"{sink.root}/{folder}/"
+    return f"{alone.sink.root}/{_step_folder(checkpoint.step)}/"
 
 
-def _bring(source: Files, sink: Files, checkpoint: Checkpoint) -> None:
+def _bring(source: Files, alone: _Alone, checkpoint: Checkpoint) -> None:
     """One checkpoint, each file read back at the sink; its marker last."""
     folder = _step_folder(checkpoint.step)
     for name, _, digest in checkpoint.shards:
         path = f"{folder}/{name}"
-        sink.take(path, source)
-        if sha256(sink, path) != digest:
-            raise JobFailedError(_why_altered(source, sink, checkpoint, name, digest))
-    sink.take(f"{folder}/{_MANIFEST}", source)
+        alone.take(path, source)
+        if sha256(alone.sink, path) != digest:
+            raise JobFailedError(_why_altered(source, alone.sink, checkpoint, name, digest))
+    alone.take(f"{folder}/{_MANIFEST}", source)
     marker = source.read(f"{folder}/{_MARKER}")
-    assert marker is not None, "a good checkpoint has its marker"
-    sink.write(f"{folder}/{_MARKER}", marker)
+    if marker is None:
+        raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {_REMOVED}")
+    alone.commit(checkpoint.step, marker)
 
 
 def _why_altered(source: Files, sink: Files, checkpoint: Checkpoint, name: str, digest: str) -> str:

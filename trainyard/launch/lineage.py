@@ -27,15 +27,13 @@ class Saved(Protocol):
 
 
 def refuse_anothers(source: Files, sink: Files, here: Iterable[Saved], there: Iterable[Saved], target: str) -> None:
-    """InputError where the sink holds checkpoints of another run than the source's, or a job saves there now.
+    """InputError where the sink holds checkpoints of another run than the source's.
 
     `here`, `there`: all that the two hold. The same manifest is the same checkpoint, and one that both have makes them
     one run's, whatever either has gone on to. Else two runs differ in the row of any step by its loss, or, in the same
     attempt (a later one replays steps), its seconds; where no row tells, the job's own hash does. A job may be of
     several versions: it is enough that the source has one of that version.
     """
-    if (holder := sink.holder()) is not None:
-        raise InputError(f"{target}: {holder} saves there: wait for its end, stop it, or give another prefix or folder")
     here = list(here)
     own = {one.manifest_sha256 for one in here}
     strangers = [one for one in there if one.manifest_sha256]
