@@ -35,8 +35,8 @@ from trainer_testing.distributed import free_port
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch.checkpoint_files import open_files
-from trainyard.launch.checkpoints import list_checkpoints
-from trainyard.spec.retention import BestSpec
+from trainyard.launch.checkpoints import list_checkpoints, prune
+from trainyard.spec.retention import BestSpec, Retention
 
 BUCKET = "acme-checkpoints"
 
@@ -575,6 +575,100 @@ def test_damaged_and_interrupted_ones_do_not_count_and_go(tmp_path: Path) -> Non
     assert job.newest() == 10
     job.save(21)
     assert step_names(destination) == {"step-00000010", "step-00000021"}
+
+
+def alias(destination: str, step: int, of: int, *, is_link: bool = False) -> Path:
+    """A step's second name, or a copy by hand under another one: whole by every hash, and no checkpoint of its step."""
+    folder = Path(destination, f"checkpoints/step-{step:08d}")
+    source = folder.with_name(f"step-{of:08d}")
+    if is_link:
+        folder.symlink_to(source)
+    else:
+        shutil.copytree(source, folder)
+    return folder
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_another_name_of_a_checkpoint_does_not_count_as_one(tmp_path: Path, is_link: bool) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=2)
+    job.save(10)
+    alias(destination, 15, of=10, is_link=is_link)
+    job.save(20)
+    assert step_names(destination) == {"step-00000010", "step-00000020"}
+    DAMAGES["flipped bit"][0](destination)
+    assert Job(destination, tmp_path).newest() == 10
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_full_disk_leaves_the_good_one_and_not_its_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool, is_resumed: bool
+) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=1)
+    job.save(10)
+    if is_resumed:
+        job = Job(destination, tmp_path, keep_last=1)
+        assert job.newest() == 10
+    alias(destination, 15, of=10, is_link=is_link)
+    monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: 0)
+    job.save(20)
+    assert job.checkpointer.num_failed_saves == 1
+    assert step_names(destination) == {"step-00000010"} and Job(destination, tmp_path).newest() == 10
+
+
+def test_the_best_is_not_its_copy_under_an_older_steps_name(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=1, keep_best=BestSpec(metric="validation_loss"))
+    job.checkpointer.save(10, state(10), {"step": 10, "metrics": {"validation_loss": 1.0}})
+    job.checkpointer.wait()
+    alias(destination, 5, of=10)
+    job.save(20)
+    assert step_names(destination) == {"step-00000010", "step-00000020"}
+
+
+def test_a_folder_that_a_good_steps_name_leads_to_stays(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=2)
+    job.save(10)
+    step = tmp_path / "destination/checkpoints/step-00000010"
+    step.rename(step.with_name("step-00000005"))
+    step.symlink_to(step.with_name("step-00000005"))
+    job.save(20)
+    DAMAGES["flipped bit"][0](destination)
+    assert Job(destination, tmp_path).newest() == 10
+    save_again = tmp_path / "again"
+    shutil.copytree(tmp_path / "destination", save_again, symlinks=True)
+    prune(str(save_again), None, rules=Retention(1), dry_run=False)
+    assert Job(str(save_again), tmp_path).newest() == 10
+
+
+def test_one_of_a_newer_format_or_that_cannot_be_read_now_is_not_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=3)
+    job.save(10, 20, 30)
+    manifest = tmp_path / "destination/checkpoints/step-00000020/manifest.json"
+    content = json.dumps(json.loads(manifest.read_bytes()) | {"version": 99}).encode()
+    manifest.write_bytes(content)
+    manifest.with_name("COMMITTED").write_bytes(commit_marker(20, content))
+    honest = LocalDestination.get_bytes
+
+    def get_bytes(self: LocalDestination, name: str) -> bytes:
+        if "step-00000030" in name:
+            raise DestinationError("stale", permanent=True)
+        return honest(self, name)
+
+    again = Job(destination, tmp_path, keep_last=2)
+    with monkeypatch.context() as away:
+        away.setattr(LocalDestination, "get_bytes", get_bytes)
+        again.save(40)
+    assert step_names(destination) == {f"step-000000{step}" for step in (10, 20, 30, 40)}
+    again.save(50)
+    assert step_names(destination) == {"step-00000040", "step-00000050"}, "two that are known to be good"
+    assert not any("retention failed" in line for line in again.said)
 
 
 def test_the_promise_is_removed_before_what_it_promises(

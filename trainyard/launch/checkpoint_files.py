@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind
 
 FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
@@ -58,6 +58,9 @@ class Files(Protocol):
 
     def drop_empty(self, folder: str) -> None:
         """Remove a folder, those in it and the one it lies in, as far as they hold nothing; a link stays."""
+
+    def is_behind(self, folder: str, others: Iterable[str]) -> bool:
+        """Whether it is what one of the others, a link, leads to: with its files theirs would go."""
 
     def claimed(self) -> AbstractContextManager[None]:
         """Have the root for this process alone: no job begins to save there meanwhile. InputError where one does.
@@ -197,6 +200,9 @@ class _FolderFiles:
                 with suppress(OSError):  # it holds something, or is a link
                     one.rmdir()
 
+    def is_behind(self, folder: str, others: Iterable[str]) -> bool:
+        return is_behind(self._root / folder, [self._root / other for other in others])
+
     @contextmanager
     def claimed(self) -> Iterator[None]:
         path = self._root / _CLAIM
@@ -317,6 +323,9 @@ class _S3Files:
 
     def drop_empty(self, folder: str) -> None:
         """A bucket has no folders."""
+
+    def is_behind(self, folder: str, others: Iterable[str]) -> bool:
+        return False
 
     def claimed(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -258,9 +258,11 @@ def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Prun
         raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
     kept_steps = rules.kept({checkpoint.step: rules.value_of(checkpoint.extra) for checkpoint in good})
     older = [one for one in found if one.step < good[-1].step and one.is_readable]
-    removed = tuple(one for one in older if one.step not in kept_steps)
+    expired = [one for one in older if one.step not in kept_steps]
+    files, kept_folders = open_files(destination, s3), [_step_folder(one.step) for one in found if one not in expired]
+    # A folder that was moved by hand may be what a good step's link leads to.
+    removed = tuple(one for one in expired if not files.is_behind(_step_folder(one.step), kept_folders))
     if not dry_run:
-        files = open_files(destination, s3)
         for checkpoint in removed:
             files.delete(_in_order_of_removal(files.sizes(_step_folder(checkpoint.step))))
     kept = tuple(one for one in found if one not in removed)

@@ -1,6 +1,6 @@
 """What a checkpoint may say of itself: one rule for the trainer, which restores it, and for `trainyard checkpoints`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +51,11 @@ def broken_link(path: Path) -> Path | None:
         else:
             return None
     return None
+
+
+def is_behind(folder: Path, others: Iterable[Path]) -> bool:
+    """Whether `folder` is what one of the others, a link, leads to: with its files theirs would go."""
+    if folder.is_symlink():
+        return False
+    place = folder.resolve()
+    return any(other.is_symlink() and other.resolve() == place for other in others)

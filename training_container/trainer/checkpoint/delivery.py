@@ -16,15 +16,16 @@ from trainer.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     ManifestError,
+    NewerFormatError,
     ShardFile,
     commit_marker,
     committed_manifest,
-    parse_manifest,
     step_folder,
     step_of,
 )
 from trainer.checkpoint.restore import Retry
 from trainyard.kept_room import FULL
+from trainyard.spec.checkpoint_names import problem_with_sizes
 from trainyard.spec.retention import Retention
 
 _READ_BACK_BYTES = 16 << 20
@@ -61,8 +62,8 @@ class Delivery:
         self._destination, self._retention = destination, retention
         self._retry, self._report = retry, report
         self._staging, self._bad_steps = staging, bad_steps
-        self._values: dict[int, float | None] = {}
-        """Step -> its value of keep_best's metric, of checkpoints that were looked at (first rank)."""
+        self._looked_at: dict[int, _Look] = {}
+        """By step, of older checkpoints (first rank)."""
 
     def upload(self, name: str, path: Path) -> None:
         """Copy a file to `<destination>/<name>`."""
@@ -105,6 +106,7 @@ class Delivery:
         self._check_presence(folder, promise.manifest.files)
         marker = commit_marker(step, promise.content)
         self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
+        self._looked_at[step] = self._look_of(promise.manifest)
 
     def complete(self, step: int, more: Mapping[str, Any]) -> None:
         """Put `more` into the `extra` of a committed step's manifest (first rank). ManifestError if it is not whole.
@@ -120,7 +122,7 @@ class Delivery:
         marker = commit_marker(step, completed, replaced=content)
         self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
         self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", completed))
-        self._values.pop(step, None)
+        self._looked_at.pop(step, None)
 
     def _attach(self, attachments: Sequence[Attachment]) -> None:
         for name, path, size in attachments:
@@ -145,6 +147,7 @@ class Delivery:
 
     def remove(self, step: int) -> None:
         """Remove a step's files, its promise first."""
+        self._looked_at.pop(step, None)
         folder = step_folder(step)
         names = self._destination.sizes(folder)
         for first in (f"{folder}/{COMMITTED}", f"{folder}/{MANIFEST}"):
@@ -163,34 +166,90 @@ class Delivery:
             self._report(f"checkpoint retention failed, will try again after the next save: {error}")
 
     def _remove_expired(self, newest: int) -> None:
-        names = self._destination.sizes(FOLDER)
-        # A link whose disk is away may lead to what is to stay.
-        seen = (step_of(name) for name in names if not name.endswith("/"))
-        older = {step for step in seen if step is not None and step < newest}
-        promises = (COMMITTED, MANIFEST)
-        good = {step for step in older if all(f"{step_folder(step)}/{name}" in names for name in promises)}
-        good -= self._bad_steps
-        is_committed = f"{step_folder(newest)}/{COMMITTED}" in names
-        values = {step: self._value_of(step) for step in good}
-        values[newest] = self._value_of(newest) if is_committed else None
+        there = _by_step(self._destination.sizes(FOLDER))
+        older = {step for step in there if step < newest}
+        is_committed = COMMITTED in there.get(newest, {})
+        good, unknown = self._good({step: there[step] for step in older - self._bad_steps}, is_committed=is_committed)
+        is_valued = self._retention.keep_best is not None and is_committed
         # `newest` is one of those kept. What is not good is of no use to anyone: an interrupted or a corrupt one.
-        kept = self._retention.kept(values)
+        kept = self._retention.kept({**good, newest: self._look(newest).value if is_valued else None}) | unknown
         if not is_committed and good:
             kept.add(max(good))
         for step in sorted(older - kept):
-            self.remove(step)
-            self._bad_steps.discard(step)
+            # A folder that was moved by hand may be what a good step's link leads to.
+            if not self._destination.is_behind(step_folder(step), map(step_folder, kept)):
+                self.remove(step)
+                self._bad_steps.discard(step)
 
-    def _value_of(self, step: int) -> float | None:
-        if self._retention.keep_best is None:
-            return None
-        if step not in self._values:
-            try:
-                content = self._retry("reading", lambda: self._destination.get_bytes(f"{step_folder(step)}/{MANIFEST}"))
-                self._values[step] = self._retention.value_of(parse_manifest(content).extra)
-            except (ManifestError, MissingFileError):  # one that can't be read must not keep the others for good
-                self._values[step] = None
-        return self._values[step]
+    def _good(
+        self, there: Mapping[int, Mapping[str, int]], *, is_committed: bool
+    ) -> tuple[dict[int, float | None], set[int]]:
+        """Those that count as good, with their values of keep_best's metric, and those of which that can't be told.
+
+        By markers alone a folder would do that was copied or linked under another step's name, and then the one that it
+        is of would go. So manifests are read: of as many of the newest as have to be good, of all where the best stay.
+        """
+        num_needed = max(1, self._retention.keep_last - is_committed)
+        good: dict[int, float | None] = {}
+        unknown = set()
+        for step, sizes in sorted(there.items(), reverse=True):
+            if not {COMMITTED, MANIFEST} <= sizes.keys():
+                continue
+            look = _Look({})
+            if len(good) < num_needed or self._retention.keep_best is not None:
+                look = self._look(step)
+            if look.is_unknown:
+                unknown.add(step)
+            elif look.sizes is not None and problem_with_sizes(look.sizes, sizes) is None:
+                good[step] = look.value
+        return good, unknown
+
+    def _look(self, step: int) -> "_Look":
+        """What a step's marker and manifest say; read once."""
+        look = self._looked_at.get(step) or self._newly_looked_at(step)
+        if not look.is_unknown:
+            self._looked_at[step] = look
+        return look
+
+    def _newly_looked_at(self, step: int) -> "_Look":
+        folder = step_folder(step)
+        try:
+            content, marker = (
+                self._retry("reading", partial(self._destination.get_bytes, f"{folder}/{name}"))
+                for name in (MANIFEST, COMMITTED)
+            )
+            manifest = committed_manifest(step, content, marker)
+        except (NewerFormatError, DestinationError):  # it may be whole
+            return _Look(None, is_unknown=True)
+        except (ManifestError, MissingFileError):  # one that can't be read must not keep the others for good
+            return _Look(None)
+        return self._look_of(manifest)
+
+    def _look_of(self, manifest: Manifest) -> "_Look":
+        sizes = {file.name: file.num_bytes for file in manifest.files}
+        return _Look(sizes, self._retention.value_of(manifest.extra))
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is known of a committed checkpoint by its manifest."""
+
+    sizes: Mapping[str, int] | None
+    """Of its files; None: its marker and manifest promise nothing of this step."""
+    value: float | None = None
+    """Of keep_best's metric."""
+    is_unknown: bool = False
+    """It can't be read now, or not by this trainer: neither counted on nor removed."""
+
+
+def _by_step(names: Mapping[str, int]) -> dict[int, dict[str, int]]:
+    """Step -> name within its folder -> bytes. Without links whose disk is away: they may lead to what is to stay."""
+    found: dict[int, dict[str, int]] = {}
+    for name, size in names.items():
+        step = None if name.endswith("/") else step_of(name)
+        if step is not None:
+            found.setdefault(step, {})[name.removeprefix(f"{step_folder(step)}/")] = size
+    return found
 
 
 def _remove_empty(place: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.checkpoint.disk import read_at, read_once_at
 from trainer.checkpoint.manifest import FOLDER, step_of
 from trainyard.errors import InputError
 from trainyard.kept_room import FULL
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind
 
 RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
@@ -135,6 +135,10 @@ class Destination(ABC):
     def folder(self, name: str) -> Path | None:
         """The path of a folder that can be read and written in place; None where files must be copied."""
         return None
+
+    def is_behind(self, name: str, others: Iterable[str]) -> bool:
+        """Whether the folder is what one of the others, a link, leads to: with its files theirs would go."""
+        return False
 
 
 def open_destination(uri: str, *, in_haste: bool = False) -> Destination:
@@ -280,6 +284,10 @@ class LocalDestination(Destination):
 
     def folder(self, name: str) -> Path | None:
         return self._root / name
+
+    def is_behind(self, name: str, others: Iterable[str]) -> bool:
+        """See Destination."""
+        return is_behind(self._root / name, [self._root / other for other in others])
 
     @staticmethod
     @contextmanager
