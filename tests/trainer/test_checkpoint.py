@@ -810,6 +810,44 @@ def test_a_start_at_a_destination_that_nobody_can_write_is_refused(
     assert job.said[-1].startswith("checkpoint attempts.json not uploaded: can't write")
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_removes_an_empty_folder_at_that_moment_costs_no_start(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainyard checkpoints copy` removes folders that hold nothing; the probe needs one, and so does a save."""
+    honest, left = Path.write_bytes, [None] * times
+
+    def write_bytes(path: Path, content: Any) -> int:
+        if left and path.suffix == ".partial":
+            left.pop()
+            path.parent.rmdir()
+        return honest(path, content)
+
+    (tmp_path / "attempts.json").write_text("{}")
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+    assert not left and not job.said
+    LocalDestination(tmp_path / "destination").put_bytes("checkpoints/run", b"1")
+    assert (tmp_path / "destination/checkpoints/run").read_bytes() == b"1"
+
+
+def test_a_folder_that_somebody_else_removes_or_fills_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = LocalDestination(tmp_path)
+    for code in (errno.ENOENT, errno.ENOTEMPTY):
+        place.put_bytes("checkpoints/.probe", b"")
+
+        def rmdir(_: Path, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as racing:
+            racing.setattr(Path, "rmdir", rmdir)
+            place.delete(["checkpoints/.probe"])
+    assert not place.sizes("checkpoints")
+
+
 def test_a_file_that_is_refused_alone_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As by a policy for checkpoints/ alone.
     def refuse(*_: object) -> None:

@@ -7,7 +7,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
 
 _MULTIPART_BYTES = 16 << 20
+_MOST_TRIES = 3
+"""Of a write whose folder goes while it is empty."""
 _PIECE_BYTES = 1 << 20
 """Of an answer at a time: the SDK holds it once more."""
 
@@ -181,13 +183,12 @@ class LocalDestination(Destination):
         with os_errors(f"write {target}"):
             if target.exists() and path.exists() and target.samefile(path):
                 return
-            with self._replacing(target) as partial:
-                shutil.copyfile(path, partial)
+            _replace(target, lambda partial: shutil.copyfile(path, partial))
 
     def put_bytes(self, name: str, content: bytes) -> None:
         target = self._root / name
-        with os_errors(f"write {target}"), self._replacing(target) as partial:
-            partial.write_bytes(content)
+        with os_errors(f"write {target}"):
+            _replace(target, lambda partial: partial.write_bytes(content))
 
     def get_file(self, name: str, path: Path) -> None:
         source = self._root / name
@@ -265,7 +266,7 @@ class LocalDestination(Destination):
             # Only an empty one goes; somebody else's file keeps it. A link is its owner's.
             if folder == self._root or folder.is_symlink():
                 continue
-            if folder.is_dir() and not any(folder.iterdir()):
+            with suppress(OSError):
                 folder.rmdir()
 
     def give_up_unfinished(self, prefixes: Sequence[str]) -> int:
@@ -289,16 +290,21 @@ class LocalDestination(Destination):
         """See Destination."""
         return is_behind(self._root / name, [self._root / other for other in others])
 
-    @staticmethod
-    @contextmanager
-    def _replacing(target: Path) -> Iterator[Path]:
+
+def _replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Have `target` be what is written to the path that `write` is given: whole or not at all, and durable."""
+    for tries_left in range(_MOST_TRIES - 1, -1, -1):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            yield partial
+            write(partial)
             sync(partial)
             partial.replace(target)
             sync(target.parent)
+            return
+        except FileNotFoundError:  # who removes empty folders may have met this one
+            if not tries_left:
+                raise
         finally:
             partial.unlink(missing_ok=True)
 
