@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from trainer.checkpoint.group import Group
 from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
 from trainer.session import Session
 from trainer_testing.distributed import finish
@@ -115,12 +116,69 @@ def test_a_record_that_is_none_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in said, "the others hear of what the first rank read"
 
 
+@pytest.mark.parametrize("what", ["rows", "record", "row"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_first_rank_alone_cannot_read_or_write_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, rank: int
+) -> None:
+    """Else they would wait for it in the load, or in the next step."""
+    error = JobFailedError("metrics.jsonl: can't be read: Input/output error")
+    loaded = list[Any]()
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def from_first(_: Group, make: Any) -> Any:
+        if rank == 0:
+            return make()
+        if what == "record" or not leaves_out.pop():  # what the first rank found, told to this one
+            raise error
+        return True
+
+    leaves_out = [False, True]
+    monkeypatch.setattr(Group, "from_first", from_first)
+    session: Any = object.__new__(Session)
+    session.step, session._runtime = 5, SimpleNamespace(is_first=rank == 0, rank=rank, world_size=2, control_group=1)
+    session._group = Group(session._runtime.control_group, rank, 2)
+    session._job = SimpleNamespace(spec=SimpleNamespace(training=SimpleNamespace(max_skips=2)))
+    session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40})
+    session.strategy = SimpleNamespace(state_tensors=dict)
+    session.clock = SimpleNamespace(excluded=nullcontext)
+    session._patience = SimpleNamespace(as_at_start=nullcontext)
+    session._metrics = SimpleNamespace(rows=fail, complete=fail)
+    session._left_out = LeftOutBatches(tmp_path, session._runtime)
+    session._load = lambda *given: loaded.append(given)
+    session._checkpointer = SimpleNamespace(
+        wait=lambda: True,
+        last_committed_step=4,
+        latest=lambda *_, **__: SimpleNamespace(step=4),
+        publish_file=lambda *_: True,
+        complete=lambda *given: loaded.append(given),
+    )
+    if what == "row":
+        leaves_out[:] = [False]
+        session._validation = SimpleNamespace(was_broken_off=True, due=lambda *_: [])
+        session._course = SimpleNamespace(num_steps=9)
+
+        def made_up(*_: Any) -> dict[str, Any]:
+            session._validation.was_broken_off = False
+            return {}
+
+        session._validated = made_up
+    if what == "record":
+        monkeypatch.setattr("trainer.observe.left_out.replace_all", fail)
+    with pytest.raises(JobFailedError, match="Input/output error"):
+        session.make_up_validation() if what == "row" else session.roll_back()
+    assert not loaded
+
+
 @pytest.mark.parametrize("found", [4, 2, None])
 def test_the_batch_is_noted_before_the_long_read(tmp_path: Path, found: int | None) -> None:
     record = tmp_path / LEFT_OUT_FILE
     session: Any = object.__new__(Session)
     session.step, session._output_dir = 5, tmp_path
-    session._runtime = SimpleNamespace(is_first=True, world_size=1)
+    session._runtime = SimpleNamespace(is_first=True, rank=0, world_size=1, control_group=None)
+    session._group = Group(None, 0, 1)
     session._job = SimpleNamespace(spec=SimpleNamespace(training=SimpleNamespace(max_skips=2)))
     watch = SimpleNamespace(num_overflows=0)
     session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40}, watch=watch)

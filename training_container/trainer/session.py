@@ -324,11 +324,15 @@ class Session:
                     f"step {step}: {anomaly}; {self._job.spec.training.max_skips} batches were left out since step"
                     f" {info.step} (training.max_skips), so it is no longer the batch: lower training.learning_rate"
                 )
-            if self._runtime.is_first:
+            back_at = info.step
+
+            def go_back() -> None:
                 rows = self._metrics.rows()
-                self._goodput.went_back(rows, info.step)
-                self._metrics.drop_after(info.step, rows)
-                say(f"anomaly step={step} rolled back to step={info.step}: {anomaly}; its batch is left out")
+                self._goodput.went_back(rows, back_at)
+                self._metrics.drop_after(back_at, rows)
+                say(f"anomaly step={step} rolled back to step={back_at}: {anomaly}; its batch is left out")
+
+            self._group.from_first(go_back)  # what keeps it from that ends all: they would wait for it in the load
             self._load(info, tensors())
         self.anomalies.watch.num_overflows = 0  # other batches follow than those that were counted
         self._upcoming = None
@@ -438,8 +442,7 @@ class Session:
             row = self._validated(self._validation.due(self.step, self.num_steps))
             if self._validation.was_broken_off:
                 return False
-            if self._runtime.is_first:
-                self._metrics.complete(self.step, row)
+            self._group.from_first(lambda: self._metrics.complete(self.step, row))
             self._measure({**self._measured, **row})
             # The debt stays in it: until the next save the row is on this machine alone.
             self._checkpointer.complete(self.step, {"metrics": self._measured, "best": self._best})

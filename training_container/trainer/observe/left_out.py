@@ -25,13 +25,12 @@ class LeftOutBatches:
     def __init__(self, output_dir: Path, runtime: Runtime) -> None:
         self.path = output_dir / LEFT_OUT_FILE
         self._runtime = runtime
+        self._group = Group(runtime.control_group, runtime.rank, runtime.world_size)
         self._rows: list[dict[str, Any]] = []
 
     def read(self) -> None:
         """Take over what is in the first rank's file; all ranks together."""
-        runtime = self._runtime
-        group = Group(runtime.control_group, runtime.rank, runtime.world_size)
-        self._rows = group.from_first(lambda: _rows_of(self.path))
+        self._rows = self._group.from_first(lambda: _rows_of(self.path))
 
     def add(self, *, step: int, anomaly: str, data: dict[str, Any], checkpoint_step: int) -> None:
         """The batch that lies at position `data` of the training stream, of a step that went wrong (all ranks).
@@ -49,7 +48,8 @@ class LeftOutBatches:
         }
         self._rows.append(row)
         content = "".join(json.dumps(one) + "\n" for one in self._rows)
-        if self._runtime.is_first and not replace_all(self.path, content):
+        is_written = self._group.from_first(lambda: replace_all(self.path, content))
+        if self._runtime.is_first and not is_written:
             # This start passes over it all the same; a later one would learn from it, and come back here.
             say(f"{self.path}: not written, its disk is full")
 
