@@ -2,7 +2,7 @@
 
     python benchmarks/planner_unseen.py [--rows FILE ...] [--dump FILE] [--as-first-read]
 
-A FILE (benchmarks/data/planner_unseen.csv; planner_unseen_2.csv to _5.csv, each written down when all that those
+A FILE (benchmarks/data/planner_unseen.csv; planner_unseen_2.csv to _6.csv, each written down when all that those
 before it taught was known) has a line per published figure: where it stands, what the page says, the request as
 `trainyard predict --jsonl` reads it, and the figure. No constant is fitted to these lines, and nothing is inferred
 from a source: what a page doesn't say is not in the request. `restated` is what was added after the first prediction,
@@ -23,7 +23,7 @@ from planner_accuracy import Answer, Score, answer, fits_line, line
 from trainyard.planner.predict import understand
 
 DATA = Path(__file__).resolve().parent / "data"
-ROWS = tuple(DATA / f"planner_unseen{number}.csv" for number in ("", "_2", "_3", "_4", "_5"))
+ROWS = tuple(DATA / f"planner_unseen{number}.csv" for number in ("", "_2", "_3", "_4", "_5", "_6"))
 
 PREDICTED: dict[str, Callable[[Answer], float]] = {
     "tokens_per_second_per_gpu": lambda result: result["tokens_per_second_per_gpu"],

@@ -11,7 +11,7 @@ from trainyard.errors import InputError
 from trainyard.planner import predict, timing
 from trainyard.planner.activations import encoder_bytes, layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB
-from trainyard.planner.families import shape_from_config
+from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import PARTS, memory, state_bytes, workspace_bytes
 from trainyard.planner.predict import understand
@@ -563,6 +563,28 @@ def test_and_take_time_where_layers_do_not_hide_them(seconds: float, monkeypatch
     assert 2 * seconds - usual < more <= 2 * seconds if seconds else more == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_fsdps_offload_leaves_two_layers_and_the_vocabulary_on_a_gpu(gpus: int) -> None:
+    question = understand(
+        SEVEN | {"gpus": gpus, "loss_chunk_tokens": 512, "offload": "cpu", "offload_parameters": "cpu"}
+    )
+    use = memory(question.shape, question.layout)
+    assert use.state == 0
+    gathered = 2 * (2 * question.shape.params / 32 + 2 * 32000 * 4096)
+    # Its gradients, in fp32, on their way: those of the vocabulary's two matrices are the largest.
+    assert use.buffers == pytest.approx(gathered + 2 * 32000 * 4096 * 4 - use.logits, rel=0.01)
+
+
+def test_experts_in_a_latent_are_sent_that() -> None:
+    """Nemotron 3: 22 experts a token, of a latent of 1,024 in hidden states of 4,096."""
+    shape = shape_of_known("nemotron-3-super")
+    layout = Layout(engine="megatron", micro_batch=1, sequence_length=4096)
+    wide = dataclasses.replace(shape, latent=0)
+    less = layer_activation_bytes(wide, layout, "none") - layer_activation_bytes(shape, layout, "none")
+    sent = 2 * 22 * (4096 - 1024) - 2 * 2 * 1024
+    assert less == pytest.approx(4096 * 2 * sent * 40 / 88)
+
+
 def test_tensor_ranks_may_each_have_all_logits() -> None:
     asked = {"tp": 4, "sharding": "none", "recompute": "none"}
     shared, whole = _layout_of(**asked), _layout_of(**asked, parallel_loss=False)
@@ -581,7 +603,8 @@ def test_compiled_layers_keep_what_products_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "bytes_"), [("PyTorch FSDP2", 14), ("torchtitan", 6), ("PyTorch FSDP2 (compiled)", 6)]
+    ("framework", "bytes_"),
+    [("PyTorch FSDP2", 14), ("torchtitan", 6), ("torchtitan (not compiled)", 14), ("PyTorch FSDP2 (compiled)", 6)],
 )
 def test_a_loss_is_compiled_where_somebody_says_so(framework: str, bytes_: int) -> None:
     question = understand(SEVEN | {"framework": framework})

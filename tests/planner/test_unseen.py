@@ -31,7 +31,7 @@ def _rows(which: int = 0) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(("which", "least"), [(0, 200), (1, 100), (2, 100), (3, 100)])
+@pytest.mark.parametrize(("which", "least"), [(0, 200), (1, 100), (2, 100), (3, 100), (4, 100), (5, 100)])
 def test_every_row_says_where_it_is_from_and_nothing_of_it_goes_unread(which: int, least: int) -> None:
     rows = _rows(which)
     assert len(rows) >= least and len({row["address"] for row in rows}) >= 15
@@ -56,6 +56,7 @@ def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
         (2, "today, the third pages"),
         (3, "today, the fourth pages"),
         (4, "today, the fifth pages"),
+        (5, "today, the sixth pages"),
     ],
 )
 def test_the_page_prints_todays_scores(which: int, label: str) -> None:

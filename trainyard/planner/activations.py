@@ -133,7 +133,8 @@ def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float) -> float:
     shared = _mlp_bytes(shape, layout, shape.shared_ffn)
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     split = layout.tensor / (layout.expert_tensor or layout.tensor)
-    dispatched = 2 * tokens * element * copies * shape.hidden / split
+    # Experts that work in a latent (Nemotron 3) are sent that.
+    dispatched = 2 * tokens * element * (copies * (shape.latent or shape.hidden) + 2 * shape.latent) / split
     return routed + shared + dispatched + tokens * 2 * 4 * shape.experts / layout.norm_split
 
 
@@ -266,7 +267,7 @@ def gathered_tokens_bytes(shape: ModelShape, layout: Layout) -> float:
     """Megatron's all-gather dispatcher: every rank's tokens, in a buffer that stays (`expert_gather`)."""
     if not layout.gathers_tokens or not shape.moe_layers or layout.expert * layout.tensor == 1:
         return 0.0
-    return layout.tokens_per_micro_batch * layout.expert * shape.hidden * layout.element_bytes
+    return layout.tokens_per_micro_batch * layout.expert * (shape.latent or shape.hidden) * layout.element_bytes
 
 
 def pipeline_buffer_bytes(shape: ModelShape, layout: Layout) -> float:

@@ -308,8 +308,10 @@ def sums_on_host(layout: Layout) -> bool:
 
 
 def _offloads_gradients(layout: Layout) -> bool:
-    """The same of our own trainer's: what other DeepSpeed jobs hold is counted as published runs have it."""
-    return layout.library == "trainyard" and sums_on_host(layout)
+    """The same of our own trainer's: what other DeepSpeed jobs hold is counted as published runs have it. FSDP brings
+    each layer's to the host as it is reduced."""
+    fsdp = layout.engine == "torch" and layout.zero_stage == 3 and layout.offload_parameters != "none"
+    return fsdp or (layout.library == "trainyard" and sums_on_host(layout))
 
 
 def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
@@ -430,7 +432,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
         gathered_element = 6.0 if layout.autocast else float(layout.element_bytes)
     if layout.gathers_once:
         return params.total * (gathered_element + (4 if full else 0))
-    if layout.zero_stage == 3 and layout.shard_degree > 1:
+    if layout.zero_stage == 3 and (layout.shard_degree > 1 or layout.offload_parameters != "none"):
         # Two layers (the next is prefetched), the vocabulary's matrices, and one layer's gradients before reduction,
         # which begins when the logits are gone.
         vocabulary = shape.vocab * shape.hidden / layout.tensor

@@ -729,7 +729,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         and year is not None
         and int(year.group(1)) >= 25
         # Of other loops the layers are compiled alone, if anything is.
-        and ("torchtitan" in text or _says(text, "compile")),
+        and (_says(text, "compile") or ("torchtitan" in text and not _denies(text, "compile"))),
         "transformer_engine": fields.flag("transformer_engine", True),
         "expert_tensor": fields.whole("expert_tp", 1) if fields.given("expert_tp") else None,
         "rank": cast(Rank, fields.choice("rank", "worst", get_args(Rank))),
@@ -931,6 +931,9 @@ def _reads_links(text: str, device: Gpu) -> bool:
     )
 
 
+SLINGSHOT_GB_PER_SECOND = 25.0
+"""A card of HPE's Slingshot 11, of which nodes with GH200 or MI250X have one a GPU."""
+
 RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"
 """A rate: 400 Gb/s, 3.2 Tbps, 50 GB/s, 100GbE, 10G. A capital B counts bytes."""
 
@@ -1021,4 +1024,4 @@ def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
         raise InputError(
             f"interconnect: can't read the rate {unread.group()!r}; state e.g. 400 Gb/s per GPU, or 50 GB/s"
         )
-    return None
+    return SLINGSHOT_GB_PER_SECOND * gpus_per_node if "slingshot" in lowered else None
