@@ -8,7 +8,7 @@ import yaml
 
 from trainyard.hardware import gpu
 from trainyard.planner.communication import EFA, Fabric
-from trainyard.planner.layout import AttentionKernel, Layout
+from trainyard.planner.layout import AttentionKernel, Layout, Precision
 from trainyard.planner.operators import Operators
 from trainyard.planner.plan import plan
 from trainyard.planner.predict import predict
@@ -57,6 +57,46 @@ def test_own_instructions_are_faster_where_a_part_has_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["A100", "L4", "L40S", "RTX PRO 6000"])
 def test_others_have_no_other(name: str) -> None:
     assert tflops(name, "own") == tflops(name, "ampere")
+
+
+def alone(name: str, precision: Precision, head_dim: int) -> float:
+    """TFLOP/s without a mask, the forward pass."""
+    layout = Layout(engine="torch", sequence_length=1024, precision=precision)
+    operators = Operators(layout, gpu(name), DEFAULT_CONSTANTS)
+    return 1 / operators.fused_attention(1e12, head_dim, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "head_dim", "measured"),
+    [
+        ("V100", "fp16", 128, 4 * 256 * 1024**2 * 128 / 3856.6e-6),
+        ("V100", "fp16", 64, 4 * 256 * 1024**2 * 64 / 2159.1e-6),
+        ("V100", "fp32", 128, 4 * 256 * 1024**2 * 128 / 12321.3e-6),
+        ("V100", "fp32", 64, 4 * 256 * 1024**2 * 64 / 6334.1e-6),
+        ("A100", "fp32", 64, 4 * 1024 * 512**2 * 64 / 2776.7e-6),
+        ("A100", "fp32", 128, 2.5 * 4 * 64 * 16 * 1024**2 * 128 / 47294.1e-6),
+    ],
+)
+def test_without_flash_kernels_attention_has_the_memory_efficient_ones(
+    name: str, precision: Precision, head_dim: int, measured: float
+) -> None:
+    """xformers' own measurements of the kernels that torch has (xformers#439, #387, and #587 for the backward pass)."""
+    assert alone(name, precision, head_dim) == pytest.approx(measured / 1e12, rel=0.25)
+
+
+@pytest.mark.parametrize("name", ["V100", "T4", "A100", "A10G", "L4", "L40S", "H100", "B200"])
+def test_attention_in_fp32_is_never_as_fast_as_in_16_bits(name: str) -> None:
+    assert alone(name, "fp32", 128) < 0.55 * alone(name, "fp16", 128)
+
+
+def test_jobs_in_fp32_have_no_kernels_of_hoppers_own() -> None:
+    """Neither cuDNN's nor FlashAttention's take it."""
+    wide = job(LLAMA)
+    wide = wide.model_copy(update={"training": wide.training.model_copy(update={"precision": "fp32"})})
+    layout = layout_in(wide)
+    operators = Operators(layout, gpu("H100"), DEFAULT_CONSTANTS)
+    masked = operators.fused_attention(1e12, 128, is_causal=False, efficient=True)
+    assert operators.fused_attention(1e12, 128, is_causal=False) == masked
 
 
 def test_who_says_flash_attention_2_gets_it_on_every_part() -> None:

@@ -454,3 +454,20 @@ def test_the_network_is_efa_where_the_words_say_so_and_infiniband_or_its_like_el
     networks = [understand(asked | {"interconnect": said}).links.network for said in words]
     assert networks == [EFA, EFA, INFINIBAND, INFINIBAND, INFINIBAND]
     assert understand(asked | {"interconnect": "the default, 400 Gb/s"}).links.network == INFINIBAND
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "words"),
+    [
+        ("V100", "bf16", "V100's tensor cores have fp16 alone"),
+        ("T4", "bfloat16", "T4's tensor cores have fp16 alone"),
+        ("A100", "fp8", "A100 has no units for it; this time is that of 16 bits"),
+        ("H100", "fp4", "H100 has no units for it; this time is that of fp8"),
+    ],
+)
+def test_a_stated_precision_that_a_part_has_no_units_for_is_said(gpu: str, precision: str, words: str) -> None:
+    asked = {"model": "tinyllama-1.1b", "gpu": gpu, "seq": 1024, "micro_batch": 1, "recompute": "full"}
+    notes = predict({**asked, "precision": precision})["notes"]
+    assert any(words in note for note in notes), notes
+    assert not any(words in note for note in predict(asked).get("notes", [])), "nobody has stated it"
+    assert not any("precision" in note for note in predict({**asked, "precision": "fp16"}).get("notes", []))

@@ -299,6 +299,10 @@ def test_started_processes_decide_over_the_machines_of_the_spec(job: MakeJob) ->
         ({"compute": {"instance_type": "ml.g5.xlarge"}}, r"has no EFA, so a job can't span 16 .*ml.g5.12xlarge"),
         ({"compute": {"instance_type": "ml.p5.47xlarge"}}, r"unknown instance type .*ml.p5.4xlarge"),
         ({"compute": {"instance_type": "ml.trn1.32xlarge"}}, r"has Trainium, the trainer runs on NVIDIA GPUs"),
+        (
+            {"compute": {"instance_type": "ml.p3dn.24xlarge", "instance_count": 1}},
+            r"ml.p3dn.24xlarge: has V100, for which the trainer's torch has no kernels .*; take newer GPUs",
+        ),
         ({"model": {"source": None, "config": {"model_type": "llama", "num_hidden_layers": 0}}}, r"layers must be"),
     ],
 )

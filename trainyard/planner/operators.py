@@ -8,10 +8,13 @@ from trainyard.hardware import Gpu
 from trainyard.planner.layout import Layout
 from trainyard.planner.time_constants import (
     AMPERE_CEILING_TFLOPS,
+    EFFICIENT_PLAIN_SHARE,
     EFFICIENT_SHARE,
+    EFFICIENT_WIDE_TIMES,
     FLASH_2,
     FLASH_2_HALF_LENGTH,
     OWN_INSTRUCTIONS_TFLOPS,
+    PRE_AMPERE,
     TORCH_TAKES_CUDNN,
     Constants,
 )
@@ -83,21 +86,44 @@ class Operators:
     def attention_peak(self) -> float:
         """FLOP/s of which attention's kernels reach a share: they have 16 bits where the layers have fewer."""
         device, precision = self.device, self.layout.precision
-        if precision in ("fp32", "fp64"):
+        if self._is_wide:
             return device.peak_tflops(precision) * 1e12
         return device.sustained * device.peak_tflops("bf16") * 1e12
 
     def fused_attention(self, flops: float, head_dim: int, *, is_causal: bool = True, efficient: bool = False) -> float:
         """Seconds of a fused kernel, `flops` being those of all scores and both of their products.
 
-        `efficient`: torch's memory-efficient one. Without `is_causal` all scores are computed, as under a mask.
+        `efficient`: torch's memory-efficient one, which is taken anyway where no flash kernel is to be had. Without
+        `is_causal` all scores are computed, as under a mask.
         """
         half_head = self.constants.half_head
         # Tiles on the diagonal are computed whole.
         causal = 0.5 * (1 + min(1.0, TILE / self.layout.sequence_length)) if is_causal else 1.0
         narrower = (1 + half_head / 128) / (1 + half_head / head_dim)
-        share = EFFICIENT_SHARE * self._ampere_share if efficient else self.flash_share()
-        return causal * flops / (share * narrower * self.attention_peak)
+        if efficient or self._lacks_flash:
+            return causal * flops / (narrower * self._efficient_flops)
+        return causal * flops / (self.flash_share() * narrower * self.attention_peak)
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.layout.precision in ("fp32", "fp64")
+
+    @property
+    def _lacks_flash(self) -> bool:
+        """Whether torch has no flash kernel for it: they compute in 16 bits, on NVIDIA's parts since Ampere."""
+        if self.device.generation == "cdna3":
+            return False
+        return self._is_wide or self.device.generation in PRE_AMPERE
+
+    @property
+    def _efficient_flops(self) -> float:
+        """FLOP/s that torch's memory-efficient kernels reach with heads of 128."""
+        if not self._is_wide:
+            return EFFICIENT_SHARE * self._ampere_share * self.attention_peak
+        if self.device.generation in PRE_AMPERE:
+            return EFFICIENT_PLAIN_SHARE * self.attention_peak
+        tensor_cores = self.device.sustained * self.device.peak_tflops("bf16") * 1e12
+        return EFFICIENT_SHARE * self._ampere_share * tensor_cores / EFFICIENT_WIDE_TIMES
 
     @property
     def _ampere_share(self) -> float:

@@ -39,7 +39,7 @@ from trainyard.planner.layout import (
 )
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.time_constants import DEFAULT_CONSTANTS, TORCH_TAKES_CUDNN, Constants
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, TORCH_TAKES_CUDNN, Constants
 from trainyard.planner.timing import step_time, time_spread
 from trainyard.planner.wording import in_plain_words
 
@@ -210,6 +210,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
     said = (
         _of_model(content),
         _of_heads(question),
+        _of_precision(content, question),
         _of_recomputation(content, question, use.needed),
         _of_nodes(content, question),
     )
@@ -266,6 +267,23 @@ def _of_heads(question: Question) -> str:
         f"head_dim {width}: its rows don't begin at multiples of 16 bytes, which this time doesn't count; steps of "
         "such models have taken 1.4 to 1.55 times as long (a multiple of 8 avoids it)"
     )
+
+
+def _of_precision(content: Mapping[str, Any], question: Question) -> str:
+    """What to say of a stated precision that the GPU has no units for; "" elsewhere."""
+    device, precision = question.device, question.layout.precision
+    if not content.get("precision"):
+        return ""
+    if precision == "bf16" and device.generation in PRE_AMPERE:
+        return (
+            f"precision bf16: {device.name}'s tensor cores have fp16 alone, and torch emulates bf16 without them; this "
+            "time is fp16's, several times shorter (fp16 is what to use there)"
+        )
+    if precision in ("fp8", "fp4") and device.peak_tflops(precision) == device.bf16_tflops:
+        return f"precision {precision}: {device.name} has no units for it; this time is that of 16 bits"
+    if precision == "fp4" and device.fp4_tflops is None:
+        return f"precision fp4: {device.name} has no units for it; this time is that of fp8"
+    return ""
 
 
 def _of_recomputation(content: Mapping[str, Any], question: Question, needed: float) -> str:

@@ -30,6 +30,9 @@ BYTE_VOCABULARY = 257
 LOSS_CHUNK_TOKENS = 1024
 """The trainer's CHUNK_TOKENS: positions whose logits exist at one time."""
 
+WITHOUT_KERNELS = frozenset({"volta"})
+"""GPU generations that torch 2.13's wheels, of CUDA 13, have no kernels for (pytorch#172352)."""
+
 INTERLEAVED_CHUNKS = 2
 """Model chunks per rank under the interleaved schedule."""
 
@@ -109,6 +112,11 @@ def machines_of(job: JobSpec, world_size: int | None = None) -> Machines:
     if machine is not None and machine.gpu is None:
         raise InputError(
             f"compute.instance_type {compute.instance_type}: has {machine.accelerator}, the trainer runs on NVIDIA GPUs"
+        )
+    if machine is not None and machine.gpu is not None and machine.gpu.generation in WITHOUT_KERNELS:
+        raise InputError(
+            f"compute.instance_type {compute.instance_type}: has {machine.accelerator}, for which the trainer's torch "
+            "has no kernels (CUDA 13 begins with Turing); take newer GPUs, e.g. those of g5, p4d or p5"
         )
     if machine is not None and compute.backend != "local":
         _check_efa(machine, compute.instance_type or "", compute.instance_count)

@@ -38,7 +38,21 @@ OWN_INSTRUCTIONS_TFLOPS = 1000.0
 
 EFFICIENT_SHARE = 0.3
 """Of an A100's peak, for torch's memory-efficient kernels, which take masks and values of another width than keys (92
-and 98 of 312 TFLOP/s with and without a causal mask, flash2_a100_fwd_bwd_benchmark.png: xformers)."""
+and 98 of 312 TFLOP/s with and without a causal mask, flash2_a100_fwd_bwd_benchmark.png: xformers). Of a V100's and a
+T4's too, which have no others (forward 36 of 125 with heads of 128, xformers#439; half of what kernels reach that have
+two thirds of a T4's peak, flash-attention#2379)."""
+
+EFFICIENT_WIDE_TIMES = 3.1
+"""How much longer these take in fp32, which no flash kernel computes. Since Ampere each product is three of TF32 on
+tensor cores (`OpMultiplyAddFastF32`): on an A100 2.78 ms for 0.91 forward, heads of 64, and 47.3 for 14.7 backward,
+heads of 128 (xformers#387, #587), 25 and 29 TFLOP/s, more than its plain fp32 has."""
+
+EFFICIENT_PLAIN_SHARE = 0.6
+"""Of fp32's own peak, for them on Volta and Turing, whose tensor cores have 16 bits alone: 11.2 of a V100's 15.7
+TFLOP/s forward (xformers#439), less backward, where they lie a quarter behind cuBLAS's products (xformers#362)."""
+
+PRE_AMPERE = ("volta", "turing")
+"""Generations of which torch has no flash kernels (it asks for compute capability 8.0), nor bf16 tensor cores."""
 
 
 @dataclass(frozen=True)
