@@ -471,3 +471,19 @@ def test_a_stated_precision_that_a_part_has_no_units_for_is_said(gpu: str, preci
     assert any(words in note for note in notes), notes
     assert not any(words in note for note in predict(asked).get("notes", [])), "nobody has stated it"
     assert not any("precision" in note for note in predict({**asked, "precision": "fp16"}).get("notes", []))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"model": "foo"}, "unknown model 'foo'; known are sizes of bloom, .*llama, .*qwen"),
+        ({"model": "meta-llama/Llama-3.1-9B-foo-moe"}, "close to it: llama-3.1-8b"),
+        ({"gpu": "ml.p5.49xlarge"}, "unknown instance type 'ml.p5.49xlarge'; close to it: ml.p5.4"),
+        ({"gpu": "foo.xlarge"}, "unknown instance type 'foo.xlarge'"),
+        ({"gpu": "trn1.32xlarge"}, "has Trainium, and no GPU"),
+    ],
+)
+def test_an_unknown_name_is_answered_in_a_line_that_can_be_read(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        predict({"model": "llama-3.1-8b", "gpu": "H100", **asked})
+    assert len(str(caught.value)) < 400

@@ -231,7 +231,10 @@ OPT_350M = {"hidden_size": 1024, "word_embed_proj_dim": 512, "vocab_size": 50272
     [
         ({"model_type": "opt", **OPT_350M}, "word_embed_proj_dim differs from hidden_size is not covered"),
         ({"model_type": "nemotron_h", "layer_types": ["full_attention", "mlp"]}, "without Mamba layers is not covered"),
-        ({"model_type": "apertus", "vocab_size": 1000}, "'apertus': its sizes can't be planned"),
+        (
+            {"model_type": "apertus", "vocab_size": 1000},
+            r"'apertus': its sizes can't be planned \(known are \d+, .*llama",
+        ),
     ],
 )
 def test_models_that_the_formulas_dont_describe_run_in_the_stated_layout(
@@ -243,7 +246,22 @@ def test_models_that_the_formulas_dont_describe_run_in_the_stated_layout(
     assert resolve(spec).parallelism.data_shard == 128
     with pytest.raises(InputError, match=words) as caught:
         required_shape(spec)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, r"model.config.model_type: is missing"),
+        ({"model_type": "llamma"}, r"'llamma': its sizes can't be planned; did you mean llama\?$"),
+    ],
+)
+def test_a_folder_of_no_known_family_is_told_so(
+    job: MakeJob, tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(InputError, match=words):
+        required_shape(job(model={"source": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,11 @@ def instance(instance_type: str) -> Instance:
     if name not in table:
         close = difflib.get_close_matches(name, table, n=3, cutoff=0.5)
         prefix = "ml." if instance_type.startswith("ml.") else ""
-        hint = ", ".join(prefix + item for item in close) or ", ".join(prefix + item for item in sorted(table))
-        raise InputError(f"unknown instance type {instance_type!r}; {'close to it' if close else 'known'}: {hint}")
+        families = ", ".join(sorted({item.partition(".")[0] for item in table}))
+        hint = (
+            f"close to it: {', '.join(prefix + item for item in close)}" if close else f"known are types of {families}"
+        )
+        raise InputError(f"unknown instance type {instance_type!r}; {hint}")
     return table[name]
 
 

@@ -398,18 +398,21 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
 def shape_from_config(config: Config) -> ModelShape:
     """The shape of a Hugging Face configuration; InputError for a size that can't be, NotCoveredError for a model of
     which no formula tells."""
-    model_type = str(config.get("model_type"))
+    if config.get("model_type") is None:
+        raise InputError("model.config.model_type: is missing; it names the model's family, e.g. llama")
+    model_type = str(config["model_type"])
     reader = FAMILIES.get(model_type)
     if reader is None:
         close = difflib.get_close_matches(model_type, FAMILIES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise NotCoveredError(
-            f"model.config.model_type {model_type!r}: its sizes can't be planned{hint} (known: {', '.join(FAMILIES)})"
-        )
+        known = f"; did you mean {close[0]}?" if close else f" (known are {len(FAMILIES)}, {', '.join(COMMON)}, ...)"
+        raise NotCoveredError(f"model.config.model_type {model_type!r}: its sizes can't be planned{known}")
     shape = replace(checked(reader(config)), attention_dropout=_drops_attention(config))
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     return replace(shape, keeps_activated_gate=shape.keeps_activated_gate or activation not in THIN_ACTIVATIONS)
 
+
+COMMON = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Of FAMILIES, what a message names of those that are known."""
 
 THIN_ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_pytorch_tanh"})
 """Of one kernel of torch's, so that the trainer makes the activated gate again (`trainer/models/gates.py`)."""
@@ -551,13 +554,18 @@ def shape_of_known(name: str) -> ModelShape:
     """The shape of a known model by name; InputError offers close names."""
     known = known_name(name)
     if known is None:
-        close = difflib.get_close_matches(name.lower(), KNOWN_CONFIGS, n=3, cutoff=0.5)
-        hint = ", ".join(close) or ", ".join(sorted(KNOWN_CONFIGS))
+        close = difflib.get_close_matches(normal_name(name), KNOWN_CONFIGS, n=3, cutoff=0.5)
+        hint = f"close to it: {', '.join(close)}" if close else f"known are sizes of {', '.join(_kinds_known())}"
         raise InputError(
-            f"unknown model {name!r}; {'close to it' if close else 'known'}: {hint}; of another state layers, hidden, "
-            "ffn, heads, kv_heads and vocab (of experts also experts, experts_per_token and moe_ffn)"
+            f"unknown model {name!r}; {hint}; of another state layers, hidden, ffn, heads, kv_heads and vocab (of "
+            "experts also experts, experts_per_token and moe_ffn)"
         )
     return shape_from_config(KNOWN_CONFIGS[known])
+
+
+def _kinds_known() -> list[str]:
+    """The first words of the known names: what a person can look for among ninety of them."""
+    return sorted({re.split(r"[-\d]", known)[0] for known in KNOWN_CONFIGS})
 
 
 _LEARNT: dict[str, Config] = {}

@@ -648,6 +648,10 @@ def _device(fields: _Fields) -> Gpu:
     if not name:
         raise InputError("gpu: is needed, e.g. H100")
     stated = fields.number("gpu_mem_gb")
+    if re.search(r"\.\d*(?:xlarge|metal)", name):
+        # A machine that is known stands there as its GPU by now (`wording`): this one is not, or has none.
+        machine = instance(name.strip().lower())
+        raise InputError(f"gpu {_shown(name)}: has {machine.accelerator}, and no GPU that is known here")
     # A bare number is the marketed size: keep the table's figure where it is the same part.
     device = gpu(name)
     if stated is not None and abs(stated - device.memory_gib) > 0.15 * stated:
