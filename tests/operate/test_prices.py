@@ -3,6 +3,7 @@
 import datetime
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainyard.cli.app import run
 from trainyard.emulator import EmulatorInfo
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import PriceBook, instance, instance_types
+from trainyard.hardware.prices import read_refreshed
 from trainyard.launch.launcher import planned
 from trainyard.launch.session import price_file
 from trainyard.operate import prices
@@ -136,6 +138,17 @@ def test_what_is_read_is_what_plans_use(recorded: Recorded, tmp_path: Path) -> N
     )
     assert prices.keep(file, newer) == 6, "the same machine, region and way to buy: in place of the older one"
     assert PriceBook.opened(file, today=DAY).price("p5.48xlarge").usd_per_hour == 50.0
+
+
+def test_refreshes_that_end_together_lose_none_of_each_others_prices(tmp_path: Path) -> None:
+    file, regions = tmp_path / ".trainyard" / "prices.json", [f"us-east-{number}" for number in range(1, 9)]
+    row = {"instance": "p5.48xlarge", "zone": "", "purchase": "on-demand", "price": "50", "source": "x"}
+    found = [prices.Refreshed(({**row, "region": region, "as_of": "2026-11-22"},), ()) for region in regions]
+    with ThreadPoolExecutor(len(found)) as pool:
+        for _ in range(5):
+            list(pool.map(lambda one: prices.keep(file, one), found))
+            assert {kept["region"] for kept in read_refreshed(file)} == set(regions)
+            file.unlink()
 
 
 def test_what_one_service_refuses_is_named_and_the_rest_is_kept(recorded: Recorded) -> None:

@@ -6,6 +6,7 @@ shipped table. What one service refuses or doesn't know is named and leaves the 
 
 import datetime
 import difflib
+import fcntl
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,19 +82,24 @@ def gpu_types(asked: Sequence[str]) -> list[str]:
 
 
 def keep(path: Path, found: Refreshed) -> int:
-    """Writes the rows over those of the same machine, region and way to buy, and returns how many there are now."""
-    try:
-        older = read_refreshed(path) if path.exists() else []
-    except InputError:
-        # Whoever meets a broken file is told to refresh: it is written anew.
-        older = []
-    kinds = {_kind(row) for row in found.rows}
-    rows = [*found.rows, *(row for row in older if _kind(row) not in kinds)]
+    """Writes the rows over those of the same machine, region and way to buy, and returns how many there are now.
+
+    One at a time: of two refreshes that end together neither loses the other's rows.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.new")
-    document = {"prices": [{field: row[field] for field in REFRESHED_FIELDS} for row in rows]}
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with path.with_name(f"{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            older = read_refreshed(path) if path.exists() else []
+        except InputError:
+            # Whoever meets a broken file is told to refresh: it is written anew.
+            older = []
+        kinds = {_kind(row) for row in found.rows}
+        rows = [*found.rows, *(row for row in older if _kind(row) not in kinds)]
+        temporary = path.with_name(f"{path.name}.new")
+        document = {"prices": [{field: row[field] for field in REFRESHED_FIELDS} for row in rows]}
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
     return len(rows)
 
 
