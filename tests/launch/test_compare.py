@@ -177,6 +177,31 @@ def test_a_plan_that_knows_no_machine_says_nothing_of_a_host(tmp_path: Path) -> 
     assert any("knows no machine" in note for note in found.notes)
 
 
+def test_a_job_of_images_is_compared_by_images(tmp_path: Path) -> None:
+    record = recorded(tmp_path, PLAN)
+    rows = [row(step, 2.0) for step in range(1, 9)]
+    write(
+        tmp_path, record, [{**{name: item[name] for name in item if name != "tokens"}, "images": 1800} for item in rows]
+    )
+    throughput = by_name(compare(record, None).lines)["throughput"]
+    assert (throughput.unit, throughput.planned, throughput.measured) == ("images/s", 1000.0, 900.0)
+
+
+def test_rows_that_a_disk_has_altered_cost_their_figures_alone(tmp_path: Path) -> None:
+    record = recorded(tmp_path, PLAN)
+    odd: list[dict[str, Any]] = [
+        {"step": None},
+        {"step": "9"},
+        {"breakdown": 3},
+        {"observed": [1]},
+        {"step_seconds": 0},
+    ]
+    write(tmp_path, record, [*(row(step, 2.0) for step in range(1, 9)), *({**row(9, 2.0), **item} for item in odd)])
+    found = compare(record, None)
+    assert by_name(found.lines)["step"].measured == 2.0
+    assert by_name(found.breakdown)["forward"].measured == pytest.approx(0.6)
+
+
 def test_nothing_measured_yet_is_one_line(tmp_path: Path) -> None:
     record = recorded(tmp_path, PLAN)
     with pytest.raises(InputError, match=r"has no metrics.jsonl at .* nothing was measured") as caught:

@@ -82,7 +82,7 @@ def compare(record: JobRecord, s3: Any) -> Comparison:
     plan = record.plan
     chosen = next((item for item in plan.get("configurations", []) if item.get("chosen")), None)
     rows = metrics_rows(record, s3)
-    warm = [row for row in rows if _number(row.get("step_seconds")) is not None]
+    warm = [row for row in rows if _number(row.get("step_seconds")) and _number(row.get("step")) is not None]
     first = {row.get("attempt", 1): row.get("step", 0) for row in reversed(warm)}
     warm = [row for row in warm if row.get("step", 0) >= first[row.get("attempt", 1)] + WARM_STEPS] or warm
     if not warm:
@@ -92,10 +92,11 @@ def compare(record: JobRecord, s3: Any) -> Comparison:
         )
     time = (chosen or {}).get("time") or {}
     step = statistics.median(float(row["step_seconds"]) for row in warm)
-    tokens = [float(row["tokens"]) for row in warm if _number(row.get("tokens")) is not None]
+    unit = "images" if any("images" in row for row in warm) else "tokens"
+    seen = [float(row[unit]) for row in warm if _number(row.get(unit)) is not None]
     lines = [
         Line("step", "s", _get(time, "step_seconds"), step, *_interval(time, "step_seconds")),
-        _throughput(time, statistics.median(tokens) / step if tokens else None),
+        _throughput(time, statistics.median(seen) / step if seen else None, unit),
         *_memory(chosen, rows),
         *_course(record, plan, goodput(record, s3)),
     ]
@@ -108,13 +109,14 @@ def compare(record: JobRecord, s3: Any) -> Comparison:
     )
 
 
-def _throughput(time: Mapping[str, Any], measured: float | None) -> Line:
+def _throughput(time: Mapping[str, Any], measured: float | None, unit: str) -> Line:
+    """Of all ranks together; `unit`: what the task counts (a plan's `tokens_per_second` is of the same)."""
     planned, step = _get(time, "tokens_per_second"), _get(time, "step_seconds")
     low = high = None
     if planned and step and _get(time, "step_seconds_high") and _get(time, "step_seconds_low"):
         low = planned * step / float(time["step_seconds_high"])
         high = planned * step / float(time["step_seconds_low"])
-    return Line("throughput", "tokens/s", planned, measured, low, high)
+    return Line("throughput", f"{unit}/s", planned, measured, low, high)
 
 
 def _memory(chosen: Mapping[str, Any] | None, rows: list[dict[str, Any]]) -> list[Line]:
@@ -135,7 +137,7 @@ def _memory(chosen: Mapping[str, Any] | None, rows: list[dict[str, Any]]) -> lis
 
 def _peak_gib(rows: list[dict[str, Any]], name: str) -> float | None:
     """The highest of a peak that the ranks compared (`observed` in some rows)."""
-    found = [_number(((row.get("observed") or {}).get("peak_bytes") or {}).get(name)) for row in rows]
+    found = [_number(_within(_within(row, "observed"), "peak_bytes").get(name)) for row in rows]
     told = [value for value in found if value]
     return max(told) / 2**30 if told else None
 
@@ -176,7 +178,7 @@ def _breakdown(time: Mapping[str, Any], warm: list[dict[str, Any]]) -> tuple[Lin
     }
     lines = []
     for part in MEASURED_PARTS:
-        values = [_number((row.get("breakdown") or {}).get(part)) for row in warm]
+        values = [_number(_within(row, "breakdown").get(part)) for row in warm]
         told = [value for value in values if value is not None]
         lines.append(Line(part, "s", known.get(part), statistics.median(told) if told else None))
     return tuple(lines)
@@ -206,6 +208,12 @@ def metrics_rows(record: JobRecord, s3: Any) -> list[dict[str, Any]]:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
+
+
+def _within(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What stands there if it is a mapping: a disk may have altered a row, or another version have written it."""
+    value = content.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _get(content: Mapping[str, Any], name: str) -> float | None:
