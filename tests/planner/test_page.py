@@ -13,7 +13,7 @@ from trainyard.cli.app import run
 from trainyard.planner import plan, search
 from trainyard.planner.drawing import CHARACTER_WIDTH, WIDTH, Bar, Picture, Scale, stacked_bars, ticks
 from trainyard.planner.money import todays_book
-from trainyard.planner.page import _label, apart, decades, page_of
+from trainyard.planner.page import _headline, _label, apart, decades, page_of
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -143,6 +143,14 @@ def test_scales_ticks_and_labels() -> None:
     scale = Scale(1, 100, 0, 200, logarithmic=True)
     assert (scale.at(1), scale.at(10), scale.at(100), scale.at(1e6)) == (0, pytest.approx(100), 200, 200)
     assert [place[0] for place in apart([(10, "a", ""), (12, "b", ""), (90, "c", "")])] == [10, 25, 90]
+
+
+def test_the_headline_says_what_the_terminal_says_of_limits_and_room(job: MakeJob) -> None:
+    spec = job(parallelism={"data_replicate": 128}, budget={"max_usd": 1}, training={"global_batch_size": 512})
+    found = plan(spec)
+    assert found.fits is False and found.affordable is False
+    headline = _headline(found)
+    assert "It does not fit: " in headline and "Not affordable: " in headline and "of budget.max_usd $1.00" in headline
 
 
 def test_a_job_here_gets_a_page_of_what_is_known(job: MakeJob) -> None:

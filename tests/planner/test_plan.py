@@ -1,17 +1,20 @@
 """The plan: exact arithmetic, one chosen configuration, words for the others, honest gaps."""
 
+import datetime
 import json
 import math
+import re
 from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from trainyard.errors import InputError
-from trainyard.hardware import gpu, price
+from trainyard.hardware import PriceBook, gpu, price
 from trainyard.launch.checks import warned_by_plan
 from trainyard.planner import Plan, plan, resolve
-from trainyard.planner.render import print_plan
+from trainyard.planner.configurations import does_not_fit
+from trainyard.planner.render import above_limits, print_plan
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -258,3 +261,40 @@ def test_a_value_of_deepspeeds_that_is_no_number_of_elements_changes_nothing_and
     assert found.chosen.memory == plain.chosen.memory
     (name,) = stated
     assert f"parallelism.deepspeed: not in memory or time: zero_optimization.{name}" in found.notes
+
+
+def test_what_is_above_a_limit_is_named_with_both_numbers(job: MakeJob) -> None:
+    dear = plan(job(budget={"max_usd": 1}))
+    assert above_limits(dear).endswith("of budget.max_usd $1.00") and "max_hours" not in above_limits(dear)
+    slow = plan(job(budget={"max_usd": 1e6}, compute={"max_hours": 0.01}))
+    assert above_limits(slow).endswith(" h of compute.max_hours 0.01") and "max_usd" not in above_limits(slow)
+    assert slow.cost is not None
+    nearly = slow.model_copy(update={"max_hours": slow.cost.expected_hours * (1 - 1e-5)})
+    hours, limit = above_limits(nearly).split(" h of compute.max_hours ")
+    assert float(hours) > float(limit), "not 3.6 of 3.6"
+    assert above_limits(plan(job(budget={"max_usd": 1e6}))) == ""
+
+
+def test_what_does_not_fit_by_little_is_not_told_as_equal(job: MakeJob) -> None:
+    """39.6 GiB of 39.6 would be no reason."""
+    item = plan(job()).chosen
+    assert item.memory.available_gib is not None
+    memory = item.memory.model_copy(update={"total_gib": item.memory.available_gib + 0.004})
+    said = does_not_fit(item.model_copy(update={"memory": memory}))
+    need, room = re.findall(r"[\d.]+", said)[:2]
+    assert float(need) > float(room)
+
+
+def test_spot_that_is_no_cheaper_is_said(job: MakeJob) -> None:
+    row = {"instance": "p5.48xlarge", "region": "us-east-1", "zone": "a", "source": "x", "as_of": "2025-11-19"}
+    bought = {"spot": "70.00", "on-demand": "60.00"}
+    today = datetime.date(2025, 11, 20)
+    dear, cheap = (
+        PriceBook([{**row, "purchase": way, "price": usd} for way, usd in prices.items()], today=today)
+        for prices in (bought, {**bought, "spot": "20"})
+    )
+    spot = job(compute={"spot": True})
+    (told,) = [note for note in plan(spot, book=dear).notes if note.startswith("compute.spot: ")]
+    assert "$70.00" in told and "$60.00" in told
+    assert not [note for note in plan(spot, book=cheap).notes if note.startswith("compute.spot: ")]
+    assert not [note for note in plan(job(), book=dear).notes if note.startswith("compute.spot: ")]

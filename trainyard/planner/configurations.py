@@ -15,7 +15,7 @@ from trainyard.planner.loading import loading_of
 from trainyard.planner.memory import PARTS, Memory
 from trainyard.planner.reading import Machines
 from trainyard.planner.resolve import num_steps
-from trainyard.planner.results import Configuration, HostMemoryPlan, MemoryPlan, TimePlan
+from trainyard.planner.results import Configuration, HostMemoryPlan, MemoryPlan, TimePlan, told_apart
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
 DATA = "data"
@@ -134,12 +134,15 @@ def does_not_fit(item: Configuration) -> str:
     """Why a configuration that doesn't fit doesn't: the GPU's memory, else the host's."""
     use, host = item.memory, item.host
     if use.available_gib is not None and use.total_gib > use.available_gib:
-        return f"does not fit: {use.total_gib:.1f} GiB of {use.available_gib:.1f}; {largest_part(use)}"
+        need, room = told_apart(use.total_gib, use.available_gib, (".1f", ".2f", ".3f"))
+        return f"does not fit: {need} GiB of {room}; {largest_part(use)}"
     parts = {"processes": host.processes_gib, "copies of a save": host.checkpoint_gib, "offloaded": host.offloaded_gib}
     parts["buffers before a disk"] = host.disk_buffers_gib
     name = max(parts, key=lambda part: parts[part])
-    have = "?" if host.available_gib is None else f"{host.available_gib:.0f}"
-    return f"does not fit the host: {host.total_gib:.0f} GiB of {have}; {name} {parts[name]:.0f}"
+    need, have = f"{host.total_gib:.0f}", "?"
+    if host.available_gib is not None:
+        need, have = told_apart(host.total_gib, host.available_gib, (".0f", ".1f", ".2f"))
+    return f"does not fit the host: {need} GiB of {have}; {name} {parts[name]:.0f}"
 
 
 def chosen_verdict(item: Configuration, reason: str) -> str:

@@ -9,8 +9,9 @@ from html import escape
 
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook
+from trainyard.planner.configurations import does_not_fit
 from trainyard.planner.drawing import CHARACTER_WIDTH, COLOURS, WIDTH, Bar, Picture, Scale, legend, stacked_bars
-from trainyard.planner.render import UNFINISHED, count_of, hours_of, machines_of, usd_of
+from trainyard.planner.render import UNFINISHED, above_limits, count_of, hours_of, machines_of, usd_of
 from trainyard.planner.results import Configuration, Option, Plan, Search
 from trainyard.planner.scaling import Point, scaling
 from trainyard.planner.search import search as search_machines
@@ -87,6 +88,10 @@ def _headline(plan: Plan) -> str:
         if cost.planned_usd_low is not None:
             words += f" ({usd_of(cost.planned_usd_low)} to {usd_of(cost.planned_usd_high)})"
         words += f"; {cost.price_basis}" + (f", as of {cost.price_as_of}." if cost.price_as_of else ".")
+    if plan.fits is False:
+        words += f" It {does_not_fit(plan.chosen)}."
+    if plan.affordable is False:
+        words += f" Not affordable: {above_limits(plan)}."
     return words
 
 

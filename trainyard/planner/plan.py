@@ -10,6 +10,7 @@ from trainyard.planner.goodput import RECOVERY_OBJECTIVE_SECONDS, SPOT_HOURS_BET
 from trainyard.planner.layout import Layout
 from trainyard.planner.loading import loading_of
 from trainyard.planner.money import (
+    Quotes,
     affordable,
     checkpoint_plan,
     cost_of,
@@ -93,6 +94,7 @@ def plan(
         price_missing=missing,
         notes=(
             *([missing] if missing else quotes.notes),
+            *_notes_of_spot(job, quotes),
             *formulas.notes,
             *_notes_of_storage(job, cost, region, book),
             *_notes(job, steps, machines, configurations, chosen, checkpoint),
@@ -215,6 +217,17 @@ def _notes_of_deepspeed(parallelism: ParallelismSpec) -> list[str]:
         return []
     unread = unread_keys(parallelism)
     return [f"parallelism.deepspeed: not in memory or time: {', '.join(unread)}"] if unread else []
+
+
+def _notes_of_spot(job: JobSpec, quotes: Quotes) -> list[str]:
+    """Where reclaimable machines cost as much as those that nobody takes away."""
+    spot, on_demand = quotes.found.get("spot"), quotes.found.get("on_demand")
+    if not job.compute.spot or spot is None or on_demand is None or spot.usd_per_hour < on_demand.usd_per_hour:
+        return []
+    return [
+        f"compute.spot: costs ${spot.usd_per_hour:,.2f} an instance and hour, on demand "
+        f"${on_demand.usd_per_hour:,.2f}: spot: false is no dearer, and isn't reclaimed"
+    ]
 
 
 def _notes_of_storage(job: JobSpec, cost: Cost | None, region: str, book: PriceBook) -> list[str]:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan
+from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, told_apart
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
 MAX_FITTING_ROWS = 8
@@ -131,8 +131,22 @@ def _money(plan: Plan) -> list[str]:
     if plan.cost is not None:
         lines += _dollars(plan, plan.cost)
     if plan.affordable is False:
-        lines.append("NOT AFFORDABLE: above budget.max_usd or compute.max_hours")
+        lines.append(f"NOT AFFORDABLE: {above_limits(plan)}")
     return lines
+
+
+def above_limits(plan: Plan) -> str:
+    """Which of the job's hours and dollars a run is above, and by what; "" where it keeps to both."""
+    cost, said = plan.cost, []
+    if cost is None:
+        return ""
+    if cost.expected_hours > plan.max_hours:
+        need, have = told_apart(cost.expected_hours, plan.max_hours, (",.4g", ",.6g", ",.9g"))
+        need = f"{need} h" if math.isfinite(cost.expected_hours) else UNFINISHED
+        said.append(f"{need} of compute.max_hours {have}")
+    if plan.max_usd is not None and cost.planned_usd is not None and cost.planned_usd > plan.max_usd:
+        said.append(f"{usd_of(cost.planned_usd)} of budget.max_usd {usd_of(plan.max_usd)}")
+    return ", ".join(said)
 
 
 def _saves(save: CheckpointPlan) -> list[str]:

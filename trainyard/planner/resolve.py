@@ -17,6 +17,7 @@ from trainyard.planner.layout import Recompute
 from trainyard.planner.memory import Memory, memory
 from trainyard.planner.preflight import check_preflight
 from trainyard.planner.reading import Machines, check_shape, check_world, layout_of, machines_of, shape_of
+from trainyard.planner.results import told_apart
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 from trainyard.spec.obstacles import layout_obstacles, separates_documents
@@ -345,9 +346,10 @@ def _nothing_fits(job: JobSpec, machines: Machines, shape: ModelShape, paralleli
     layout = layout_of(
         job, parallelism, micro_batch=size, num_micro_batches=max(1, per_rank // size), recompute=recompute
     )
-    needed = memory(shape, layout).needed / GIB
+    room = machines.instance.gpu.memory_gib
+    needed, have = told_apart(memory(shape, layout).needed / GIB, room, (",.1f", ",.2f", ",.3f"))
     return (
         f"nothing fits {machines.num_hosts} x {machines.instance.type}: the most frugal layout ({layout.words()}, "
-        f"{layout.recompute} recomputation, micro-batch {size}) needs {needed:.1f} GiB of "
-        f"{machines.instance.gpu.memory_gib:.1f} per GPU; take more or larger GPUs, or a shorter sequence_length"
+        f"{layout.recompute} recomputation, micro-batch {size}) needs {needed} GiB of {have} per GPU; take more or "
+        "larger GPUs, or a shorter sequence_length (trainyard plan --search looks at other machines and layouts)"
     )

@@ -1,12 +1,19 @@
 """What the planner answers with: documents that survive JSON, printed by `planner.render` and kept in job records."""
 
 import datetime
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import ConfigDict
 
 from trainyard.spec.base import SpecModel
 from trainyard.spec.job import ParallelismSpec
+
+
+def told_apart(need: float, have: float, forms: Sequence[str]) -> tuple[str, str]:
+    """Two numbers in the first of the formats in which one can be seen to be more than the other."""
+    pairs = [(format(need, form), format(have, form)) for form in forms]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
 
 
 class MemoryPlan(SpecModel):
