@@ -366,7 +366,7 @@ def test_a_job_in_epochs_is_ranked_by_a_thousand_steps(job: MakeJob) -> None:
 def test_a_search_survives_json_and_is_printed(job: MakeJob) -> None:
     found = found_for(job(model=LLAMA_70B, training={"steps": 1000}), deadline_hours=24 * 28)
     assert Search.model_validate_json(found.model_dump_json()) == found
-    console = Console(width=240, record=True, force_terminal=False)
+    console = Console(width=400, record=True, force_terminal=False)
     console.print(render_search(found))
     text = console.export_text()
     assert "-> " in text and "run it: trainyard launch JOB.yaml --set 'compute.instance_type=" in text

@@ -45,13 +45,16 @@ def _shown(found: "Comparison") -> "Group":
     from rich.table import Table
     from rich.text import Text
 
+    from trainyard.planner.fitted import Fitted
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "planned", "80%", "measured", "planned is"):
-        table.add_column(name, justify="left" if name in ("", "planned is") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("", "planned is") else "right", no_wrap=name != "planned is")
     for line in (*found.lines, *found.breakdown):
         is_part = line in found.breakdown
         table.add_row(*_cells(line, is_part=is_part), style="dim" if is_part else "")
-    parts: list[Table | Text] = [Text(f"{found.job_id}: medians of {found.num_steps} steps"), table]
+    medians = f"medians of {found.num_steps} steps" if found.num_steps > 1 else "of 1 step"
+    parts: list[Fitted | Text] = [Text(f"{found.job_id}: {medians}"), Fitted(table)]
     return Group(*parts, *(Text(f"note: {note}", style="dim") for note in found.notes))
 
 

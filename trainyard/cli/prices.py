@@ -10,7 +10,7 @@ from trainyard.cli.options import JsonOption
 from trainyard.cli.output import console, print_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from trainyard.planner.fitted import Fitted
 
 app = typer.Typer(help="The prices that plans are costed by: show, refresh.", no_args_is_help=False)
 
@@ -97,8 +97,10 @@ def _named(instances: str | None) -> list[str]:
     return (instances or "").split(",")
 
 
-def _table(rows: list[dict[str, Any]]) -> "Table":
+def _table(rows: list[dict[str, Any]]) -> "Fitted":
     from rich.table import Table
+
+    from trainyard.planner.fitted import Fitted
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("instance", "bought", "USD/h", "as of", "basis"):
@@ -108,7 +110,7 @@ def _table(rows: list[dict[str, Any]]) -> "Table":
         basis = "TOO OLD to be quoted" if row["refused"] else row["basis"]
         usd = f"{row['usd_per_hour']:,.4f}"
         table.add_row(row["instance_type"], row["purchase"], usd, str(row["as_of"]), basis, style=style)
-    return table
+    return Fitted(table)
 
 
 def _client() -> Any:

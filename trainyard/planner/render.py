@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.planner.fitted import Fitted
 from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, told_apart
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
@@ -23,7 +24,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def render(plan: Plan) -> Group:
     """Summary, ranked configurations, the chosen one's memory, and notes."""
-    parts: list[Text | Table] = [Text.from_markup(_headline(plan)), _configurations(plan), _memory(plan.chosen)]
+    parts: list[Text | Fitted] = [Text.from_markup(_headline(plan)), _configurations(plan), _memory(plan.chosen)]
     parts += [Text(line) for line in _money(plan)]
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
     return Group(*parts)
@@ -74,11 +75,11 @@ def hours_of(hours: float | None) -> str:
     return f"{hours:,.4g}" if math.isfinite(hours) else UNFINISHED
 
 
-def _configurations(plan: Plan) -> Table:
+def _configurations(plan: Plan) -> Fitted:
     return alternatives_table(_shown(plan), unit=plan.unit)
 
 
-def alternatives_table(items: Sequence[Configuration], *, unit: str = "tokens") -> Table:
+def alternatives_table(items: Sequence[Configuration], *, unit: str = "tokens") -> Fitted:
     """Configurations of the same machines, one a row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, right in (("", False), ("layout", False), ("batch", True), ("recompute", False), ("GiB", True)):
@@ -89,7 +90,7 @@ def alternatives_table(items: Sequence[Configuration], *, unit: str = "tokens") 
     for item in items:
         style = "bold green" if item.chosen and item.fits is not False else "red" if item.fits is False else ""
         table.add_row(*_cells(item), style=style)
-    return table
+    return Fitted(table)
 
 
 def _shown(plan: Plan) -> list[Configuration]:
@@ -111,7 +112,7 @@ def _cells(item: Configuration) -> tuple[str, ...]:
     return (mark, item.layout, batch, item.activation_checkpointing, memory, *speed, item.verdict)
 
 
-def _memory(item: Configuration) -> Table:
+def _memory(item: Configuration) -> Fitted:
     table = Table(box=None, pad_edge=False, header_style="bold", title=None)
     table.add_column("GiB per GPU")
     for name in (*MEMORY_PARTS, "total", "of"):
@@ -120,7 +121,7 @@ def _memory(item: Configuration) -> Table:
     values = [f"{getattr(use, f'{part}_gib'):.2f}" for part in MEMORY_PARTS]
     available = f"{use.available_gib:.1f}" if use.available_gib is not None else "?"
     table.add_row("worst rank", *values, f"{use.total_gib:.2f}", available)
-    return table
+    return Fitted(table)
 
 
 def _money(plan: Plan) -> list[str]:

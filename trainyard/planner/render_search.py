@@ -6,7 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from trainyard.planner.render import alternatives_table, count_of, hours_of, usd_of
+from trainyard.planner.fitted import Command, Fitted
+from trainyard.planner.render import alternatives_table, count_of, counted, hours_of, usd_of
 from trainyard.planner.results import Option, Search
 
 MAX_FITTING_ROWS = 14
@@ -20,9 +21,9 @@ def render_search(found: Search) -> Group:
     limits = f"within {found.deadline_hours:,.4g} h" + (f" and {usd_of(found.max_usd)}" if found.max_usd else "")
     headline = Text(
         f"{found.job}: {count_of(found.params)} parameters, {length}, {limits}; {found.num_layouts:,} layouts on "
-        f"{len(found.options)} machines in {found.region}"
+        f"{counted(len(found.options), 'machine')} in {found.region}"
     )
-    parts: list[Text | Table] = [headline, _machines(found)]
+    parts: list[Text | Fitted | Command] = [headline, _machines(found)]
     chosen = next((item for item in found.options if item.chosen), None)
     if found.alternatives and chosen is not None:
         parts += [Text(f"other layouts of {chosen.instance_count} x {chosen.instance_type}:")]
@@ -35,13 +36,13 @@ def render_search(found: Search) -> Group:
             )
         )
     if found.overrides:
-        sets = " ".join(f"--set '{item}'" for item in found.overrides)
-        parts.append(Text(f"run it: trainyard launch JOB.yaml {sets}"))
+        sets = (f"--set '{item}'" for item in found.overrides)
+        parts.append(Command("run it: trainyard launch JOB.yaml", *sets))
     parts += [Text(f"note: {note}", style="dim") for note in found.notes]
     return Group(*parts)
 
 
-def _machines(found: Search) -> Table:
+def _machines(found: Search) -> Fitted:
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = ("", "machines", "GPUs", "layout", "batch", "recompute", "GiB", "s/step", "MFU", "hours", "80%", "USD")
     for name in columns:
@@ -51,7 +52,7 @@ def _machines(found: Search) -> Table:
     for item in _shown(found):
         style = "bold green" if item.chosen else "" if item.configuration.fits else "red"
         table.add_row(*_cells(item), style=style)
-    return table
+    return Fitted(table)
 
 
 def _shown(found: Search) -> list[Option]:
