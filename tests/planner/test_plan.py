@@ -14,7 +14,8 @@ from trainyard.hardware import PriceBook, gpu, price
 from trainyard.launch.checks import warned_by_plan
 from trainyard.planner import Plan, plan, resolve
 from trainyard.planner.configurations import does_not_fit
-from trainyard.planner.render import above_limits, print_plan
+from trainyard.planner.render import above_limits, print_plan, usd_of
+from trainyard.planner.results import figure
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -298,3 +299,30 @@ def test_spot_that_is_no_cheaper_is_said(job: MakeJob) -> None:
     assert "$70.00" in told and "$60.00" in told
     assert not [note for note in plan(spot, book=cheap).notes if note.startswith("compute.spot: ")]
     assert not [note for note in plan(job(), book=dear).notes if note.startswith("compute.spot: ")]
+
+
+def test_no_figure_has_an_exponent_however_long_the_run(job: MakeJob) -> None:
+    spec = job(model={"source": "gpt3-175b"}, data={"sequence_length": 2048}, training={"steps": 3 * 10**7})
+    rare = {"every_steps": 10**6, "every_minutes": None}
+    console = Console(width=300, record=True, force_terminal=False)
+    print_plan(plan(spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=rare)})), console)
+    text = console.export_text()
+    assert not re.findall(r"\de\+\d", text), text
+    assert "31.46T tokens" in text and "checkpoints: 1,950 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.0, "0"), (0.01234567, "0.01235"), (999.96, "1000"), (12345.6, "12,350"), (2.5e9, "2,500,000,000")],
+)
+def test_figures_have_four_digits_that_count(value: float, said: str) -> None:
+    assert figure(value) == said
+
+
+def test_what_costs_nothing_is_not_told_as_little() -> None:
+    assert [usd_of(amount) for amount in (0.0, 0.004, 0.01, None)] == ["$0.00", "less than $0.01", "$0.01", "unknown"]
+
+
+def test_of_an_unknown_machine_nothing_is_said_to_fit(job: MakeJob) -> None:
+    here = plan(job(compute={"backend": "local", "instance_type": None, "instance_count": 1}))
+    assert here.fits is None and "fits" not in here.chosen.verdict

@@ -16,6 +16,7 @@ from trainyard.launch.compare import Comparison, Line, compare, metrics_rows
 from trainyard.launch.goodput import Goodput, goodput
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 from trainyard.launch.spending import Spent, spent
+from trainyard.planner import results
 from trainyard.planner.drawing import COLOURS, WIDTH, Bar, Curve, Mark, Picture, Scale, line_chart, stacked_bars
 from trainyard.planner.page import STYLE
 from trainyard.planner.render import counted
@@ -255,7 +256,7 @@ def figure(value: float | None) -> str:
     """Four digits that count, and no exponent where a number is large."""
     if value is None:
         return "-"
-    return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return results.figure(value)
 
 
 def _compared(line: Line) -> str:

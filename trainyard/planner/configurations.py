@@ -134,14 +134,14 @@ def does_not_fit(item: Configuration) -> str:
     """Why a configuration that doesn't fit doesn't: the GPU's memory, else the host's."""
     use, host = item.memory, item.host
     if use.available_gib is not None and use.total_gib > use.available_gib:
-        need, room = told_apart(use.total_gib, use.available_gib, (".1f", ".2f", ".3f"))
+        need, room = told_apart(use.total_gib, use.available_gib, ("{:.1f}".format, "{:.2f}".format, "{:.3f}".format))
         return f"does not fit: {need} GiB of {room}; {largest_part(use)}"
     parts = {"processes": host.processes_gib, "copies of a save": host.checkpoint_gib, "offloaded": host.offloaded_gib}
     parts["buffers before a disk"] = host.disk_buffers_gib
     name = max(parts, key=lambda part: parts[part])
     need, have = f"{host.total_gib:.0f}", "?"
     if host.available_gib is not None:
-        need, have = told_apart(host.total_gib, host.available_gib, (".0f", ".1f", ".2f"))
+        need, have = told_apart(host.total_gib, host.available_gib, ("{:.0f}".format, "{:.1f}".format, "{:.2f}".format))
     return f"does not fit the host: {need} GiB of {have}; {name} {parts[name]:.0f}"
 
 

@@ -12,7 +12,7 @@ from trainyard.hardware import PriceBook
 from trainyard.planner.configurations import does_not_fit
 from trainyard.planner.drawing import CHARACTER_WIDTH, COLOURS, WIDTH, Bar, Picture, Scale, legend, stacked_bars
 from trainyard.planner.render import UNFINISHED, above_limits, count_of, hours_of, machines_of, usd_of
-from trainyard.planner.results import Configuration, Option, Plan, Search
+from trainyard.planner.results import Configuration, Option, Plan, Search, figure
 from trainyard.planner.scaling import Point, scaling
 from trainyard.planner.search import search as search_machines
 from trainyard.spec.job import JobSpec
@@ -83,7 +83,8 @@ def _headline(plan: Plan) -> str:
         words += f" It {UNFINISHED}: it fails more often than it saves."
     elif plan.cost is not None:
         cost = plan.cost
-        words += f" {cost.expected_hours:,.4g} h ({cost.expected_hours_low:,.4g} to {cost.expected_hours_high:,.4g})"
+        words += f" {figure(cost.expected_hours)} h ({figure(cost.expected_hours_low)} to "
+        words += f"{figure(cost.expected_hours_high)})"
         words += f", {usd_of(cost.planned_usd)}"
         if cost.planned_usd_low is not None:
             words += f" ({usd_of(cost.planned_usd_low)} to {usd_of(cost.planned_usd_high)})"
@@ -290,7 +291,7 @@ def _option(picture: Picture, item: Option, across: Scale, up: Scale) -> None:
         low, high = across.at(item.expected_hours_low), across.at(item.expected_hours_high)
         picture.line(low, y, high, y, colour="#bbb")
         picture.line(x, up.at(item.usd_low), x, up.at(item.usd_high), colour="#bbb")
-    tip = f"{_machines(item)}: {item.expected_hours:,.4g} h, {usd_of(item.usd)}; {item.verdict}"
+    tip = f"{_machines(item)}: {figure(item.expected_hours)} h, {usd_of(item.usd)}; {item.verdict}"
     picture.dot(x, y, 7 if item.chosen else 4, colour, tip)
 
 

@@ -117,6 +117,8 @@ def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, formulas: F
     reason = "the least recomputation and sharding that fits"
     if job.parallelism != "auto":
         reason = "as the job states"
+    elif machines.instance is None:
+        reason = "plain data parallelism, what auto is where nothing is known of the machine"
     elif formulas.shape is None:
         reason = "plain data parallelism, what auto is where a model's layouts can't be compared"
     chosen = chosen.model_copy(update={"chosen": True, "verdict": chosen_verdict(chosen, reason)})

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard.planner.fitted import Fitted
-from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, told_apart
+from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, figure, told_apart
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
 MAX_FITTING_ROWS = 8
@@ -51,10 +51,10 @@ def counted(number: int, thing: str) -> str:
 
 
 def count_of(number: int) -> str:
-    """A number of parameters or tokens in a few signs: 1.31B, 2.02M, 123K."""
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+    """A number of parameters or tokens in a few signs: 15T, 1.31B, 2.02M, 123K."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= unit:
-            return f"{number / unit:,.4g}{name}"
+            return f"{figure(number / unit)}{name}"
     return str(number)
 
 
@@ -62,7 +62,7 @@ def usd_of(amount: float | None) -> str:
     """Dollars and cents; unknown where there is no price, or where the run does not finish."""
     if amount is None or not math.isfinite(amount):
         return "unknown"
-    return f"${amount:,.2f}" if amount >= 0.01 else "less than $0.01"
+    return f"${amount:,.2f}" if amount >= 0.01 or not amount else "less than $0.01"
 
 
 UNFINISHED = "does not finish"
@@ -72,7 +72,7 @@ def hours_of(hours: float | None) -> str:
     """Hours without their unit; in words where the run does not finish."""
     if hours is None:
         return "-"
-    return f"{hours:,.4g}" if math.isfinite(hours) else UNFINISHED
+    return figure(hours) if math.isfinite(hours) else UNFINISHED
 
 
 def _configurations(plan: Plan) -> Fitted:
@@ -104,8 +104,8 @@ def _cells(item: Configuration) -> tuple[str, ...]:
     time = item.time
     speed = ("-", "-", "-", "-")
     if time is not None:
-        hours = f"{time.hours:,.4g}" if time.hours is not None else "-"
-        speed = (f"{time.step_seconds:.4g}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}", hours)
+        hours = figure(time.hours) if time.hours is not None else "-"
+        speed = (figure(time.step_seconds), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}", hours)
     batch = f"{item.micro_batch_size} x {item.gradient_accumulation_steps}"
     memory = f"{item.memory.total_gib:.1f}"
     mark = "->" if item.chosen else ""
@@ -142,7 +142,7 @@ def above_limits(plan: Plan) -> str:
     if cost is None:
         return ""
     if cost.expected_hours > plan.max_hours:
-        need, have = told_apart(cost.expected_hours, plan.max_hours, (",.4g", ",.6g", ",.9g"))
+        need, have = told_apart(cost.expected_hours, plan.max_hours, (figure, "{:,.6g}".format, "{:,.9g}".format))
         need = f"{need} h" if math.isfinite(cost.expected_hours) else UNFINISHED
         said.append(f"{need} of compute.max_hours {have}")
     if plan.max_usd is not None and cost.planned_usd is not None and cost.planned_usd > plan.max_usd:
@@ -151,16 +151,17 @@ def above_limits(plan: Plan) -> str:
 
 
 def _saves(save: CheckpointPlan) -> list[str]:
-    every = f"every {save.interval_seconds / 60:.3g} min" if save.interval_seconds else "at the end only"
+    every = f"every {figure(save.interval_seconds / 60, 3)} min" if save.interval_seconds else "at the end only"
     tiers = ", ".join(
-        f"{tier.name} {tier.save_seconds:.3g}/{tier.restore_seconds:.3g}/{tier.recovery_seconds:.3g}"
-        + ("" if tier.within_objective else " (beyond 300)")
+        f"{tier.name} {figure(tier.save_seconds, 3)}/{figure(tier.restore_seconds, 3)}/"
+        f"{figure(tier.recovery_seconds, 3)}" + ("" if tier.within_objective else " (beyond 300)")
         for tier in save.tiers
     )
     return [
-        f"checkpoints: {save.size_gib:,.3g} GiB, {every} (best: {save.best_interval_seconds / 60:.3g} min), saved in "
-        f"{save.save_seconds:.3g} s ({save.tier}), training stalls {save.stall_seconds:.2g} s; a failure in "
-        f"{save.mean_hours_between_failures:,.4g} h; goodput {save.goodput:.1%}",
+        f"checkpoints: {figure(save.size_gib, 3)} GiB, {every} (best: {figure(save.best_interval_seconds / 60, 3)} "
+        f"min), saved in {figure(save.save_seconds, 3)} s ({save.tier}), training stalls "
+        f"{figure(save.stall_seconds, 2)} s; a failure in {figure(save.mean_hours_between_failures)} h; goodput "
+        f"{save.goodput:.1%}",
         f"seconds to save/restore/next step: {tiers}",
     ]
 
@@ -170,9 +171,9 @@ def _dollars(plan: Plan, cost: Cost) -> list[str]:
         return [f"cost: unknown: the run {UNFINISHED}; it fails more often than it saves: checkpoint.every_minutes"]
     limit = f" of {usd_of(plan.max_usd)}" if plan.max_usd is not None else ""
     dated = f", as of {cost.price_as_of}" if cost.price_as_of else ""
-    time = f"{cost.expected_hours:,.4g} of {plan.max_hours:,.4g} h"
+    time = f"{figure(cost.expected_hours)} of {figure(plan.max_hours)} h"
     lines = [f"cost: {usd_of(cost.planned_usd)}{limit}, {time} ({cost.price_basis}{dated})"]
-    hours = f"{cost.expected_hours_low:,.4g} to {cost.expected_hours_high:,.4g} h"
+    hours = f"{figure(cost.expected_hours_low)} to {figure(cost.expected_hours_high)} h"
     if cost.planned_usd_low is not None and cost.planned_usd_high is not None:
         hours += f", {usd_of(cost.planned_usd_low)} to {usd_of(cost.planned_usd_high)} at that price"
     lines.append(f"80% interval: {hours}; for the step's time and the failures")
@@ -185,6 +186,6 @@ def _dollars(plan: Plan, cost: Cost) -> list[str]:
     known = [f"{name} {usd_of(amount)}" for name, amount in ways if amount is not None]
     if known:
         tokens = f"; {usd_of(cost.usd_per_million_tokens)} a million tokens" if cost.usd_per_million_tokens else ""
-        storage = f"; storage {usd_of(cost.storage_usd)} for {cost.storage_gb_months:,.3g} GB-months"
+        storage = f"; storage {usd_of(cost.storage_usd)} for {figure(cost.storage_gb_months, 3)} GB-months"
         lines.append(f"machines: {', '.join(known)}{storage}{tokens}")
     return lines

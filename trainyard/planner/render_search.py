@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trainyard.planner.fitted import Command, Fitted
 from trainyard.planner.render import alternatives_table, count_of, counted, hours_of, usd_of
-from trainyard.planner.results import Option, Search
+from trainyard.planner.results import Option, Search, figure
 
 MAX_FITTING_ROWS = 14
 MAX_REJECTED_ROWS = 4
@@ -18,7 +18,7 @@ MAX_REJECTED_ROWS = 4
 def render_search(found: Search) -> Group:
     """Machines ranked with the chosen one marked, other layouts of it, how to run it, and notes."""
     length = f"{found.steps:,} steps" if found.steps else "by epochs"
-    limits = f"within {found.deadline_hours:,.4g} h" + (f" and {usd_of(found.max_usd)}" if found.max_usd else "")
+    limits = f"within {figure(found.deadline_hours)} h" + (f" and {usd_of(found.max_usd)}" if found.max_usd else "")
     headline = Text(
         f"{found.job}: {count_of(found.params)} parameters, {length}, {limits}; {found.num_layouts:,} layouts on "
         f"{counted(len(found.options), 'machine')} in {found.region}"
@@ -68,7 +68,7 @@ def _cells(item: Option) -> tuple[str, ...]:
     between = "-"
     low, high = item.expected_hours_low, item.expected_hours_high
     if low is not None and high is not None and math.isfinite(high):
-        between = f"{low:,.3g}-{high:,.3g}"
+        between = f"{figure(low, 3)}-{figure(high, 3)}"
     fits = bool(use.fits)
     return (
         "->" if item.chosen else "*" if item.on_front else "",
@@ -78,7 +78,7 @@ def _cells(item: Option) -> tuple[str, ...]:
         f"{use.micro_batch_size} x {use.gradient_accumulation_steps}",
         use.activation_checkpointing,
         f"{use.memory.total_gib:.1f}",
-        f"{time.step_seconds:.4g}" if fits and time else "-",
+        figure(time.step_seconds) if fits and time else "-",
         f"{time.mfu:.1%}" if fits and time else "-",
         hours_of(item.expected_hours),
         between,

@@ -347,7 +347,9 @@ def _nothing_fits(job: JobSpec, machines: Machines, shape: ModelShape, paralleli
         job, parallelism, micro_batch=size, num_micro_batches=max(1, per_rank // size), recompute=recompute
     )
     room = machines.instance.gpu.memory_gib
-    needed, have = told_apart(memory(shape, layout).needed / GIB, room, (",.1f", ",.2f", ",.3f"))
+    needed, have = told_apart(
+        memory(shape, layout).needed / GIB, room, ("{:,.1f}".format, "{:,.2f}".format, "{:,.3f}".format)
+    )
     return (
         f"nothing fits {machines.num_hosts} x {machines.instance.type}: the most frugal layout ({layout.words()}, "
         f"{layout.recompute} recomputation, micro-batch {size}) needs {needed} GiB of {have} per GPU; take more or "

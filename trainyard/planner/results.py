@@ -1,7 +1,7 @@
 """What the planner answers with: documents that survive JSON, printed by `planner.render` and kept in job records."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -10,9 +10,14 @@ from trainyard.spec.base import SpecModel
 from trainyard.spec.job import ParallelismSpec
 
 
-def told_apart(need: float, have: float, forms: Sequence[str]) -> tuple[str, str]:
+def figure(value: float, digits: int = 4) -> str:
+    """So many digits that count, and no exponent where a number is large."""
+    return f"{float(f'{value:.{digits}g}'):,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def told_apart(need: float, have: float, forms: Sequence[Callable[[float], str]]) -> tuple[str, str]:
     """Two numbers in the first of the formats in which one can be seen to be more than the other."""
-    pairs = [(format(need, form), format(have, form)) for form in forms]
+    pairs = [(form(need), form(have)) for form in forms]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
 
 

@@ -43,7 +43,7 @@ from trainyard.planner.resolve import (
     resolve,
     sequences_per_rank,
 )
-from trainyard.planner.results import Configuration, Option, Search
+from trainyard.planner.results import Configuration, Option, Search, figure, told_apart
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
 MOST_FURTHER_SPLITTING = 64
@@ -558,7 +558,8 @@ def _obstacle(item: Option, limit: float, budget: float | None) -> str | None:
     if item.expected_hours is not None and not math.isfinite(hours):
         return "does not finish: it fails more often than it saves"
     if hours > limit:
-        return f"too slow: {hours:,.4g} h of the {limit:,.4g} allowed"
+        need, have = told_apart(hours, limit, (figure, "{:,.6g}".format, "{:,.9g}".format))
+        return f"too slow: {need} h of the {have} allowed"
     if budget is not None and item.usd is not None and item.usd > budget:
         return f"too dear: ${item.usd:,.2f} of the ${budget:,.2f} allowed"
     return None
@@ -568,7 +569,7 @@ def _verdict(item: Option, chosen: Option | None, fitting: Sequence[Option], lim
     """Why an option is chosen or not."""
     hours = item.expected_hours or math.inf
     if item is chosen:
-        within = f"{limit:,.4g} h" + (f" and ${budget:,.2f}" if budget is not None else "")
+        within = f"{figure(limit)} h" + (f" and ${budget:,.2f}" if budget is not None else "")
         return f"chosen: the {'cheapest' if item.usd is not None else 'fastest; no price is known'} within {within}"
     obstacle = _obstacle(item, limit, budget)
     if obstacle is not None:
@@ -600,12 +601,12 @@ def _nothing_chosen(ranked: Sequence[Option], limit: float, budget: float | None
         near = ranked[0]
         return f"nothing fits: nearest is {near.instance_count} x {near.instance_type}, which {near.verdict}"
     fastest = min(fitting, key=lambda item: item.expected_hours or math.inf)
-    asked = f"{limit:,.4g} h" + (f" and ${budget:,.2f}" if budget is not None else "")
+    asked = f"{figure(limit)} h" + (f" and ${budget:,.2f}" if budget is not None else "")
     price = f" for ${fastest.usd:,.2f}" if fastest.usd is not None else ""
     if fastest.expected_hours is not None and not math.isfinite(fastest.expected_hours):
         return f"nothing keeps to {asked}: on no machines does the run finish, as it fails more often than it saves"
     return (
-        f"nothing keeps to {asked}: the fastest takes {fastest.expected_hours or math.inf:,.4g} h{price} "
+        f"nothing keeps to {asked}: the fastest takes {figure(fastest.expected_hours or math.inf)} h{price} "
         f"({fastest.instance_count} x {fastest.instance_type}); allow more (--deadline-hours, budget.max_usd) or more "
         "machines (--max-nodes)"
     )
