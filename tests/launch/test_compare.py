@@ -223,3 +223,12 @@ def test_the_verb_prints_a_table_and_json(
     assert document["lines"][0]["measured"] == 2.2 and document["num_steps"] == 5
     assert run(["compare", "acme-none-20260131120000-ffff", "-e", "nowhere"]) == 2
     assert "no such environment" in capsys.readouterr().err
+
+
+def test_of_a_job_that_was_stopped_half_way_nobody_waits_for_more(tmp_path: Path) -> None:
+    record = recorded(tmp_path, PLAN)
+    write(tmp_path, record, [row(step, 2.0) for step in range(1, 9)])
+    states = (StateChange(state="Stopped", at="2026-01-31T09:00:00+00:00"),)
+    found = compare(record.model_copy(update={"states": states}), None)
+    assert by_name(found.lines)["hours"].measured is None and by_name(found.lines)["step"].measured == 2.0
+    assert "the job is Stopped: hours, goodput and dollars are compared of one that completes" in found.notes

@@ -93,6 +93,11 @@ def test_a_target_that_no_curve_can_answer_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_curve_that_can_not_be_read_is_told_in_words(job: Callable[..., JobSpec], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--loss-curve \S+: can't be read \(Is a directory\)$"):
+        until_loss(job(), tmp_path, 2.0)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -102,6 +107,8 @@ def test_a_target_that_no_curve_can_answer_is_one_line(
         ("tokens,loss\n1e9,much\n", "line 2: must be two numbers"),
         ("tokens,loss\n1e9," + "9" * 200_000 + "\n", r"can't be read \(field larger than field limit"),
         ("tokens,loss\n2,4\n1,3\n", "line 3: tokens must be above 0 and grow"),
+        ("tokens,loss\n1,4\n2,-3\n", r"line 3: loss must be a finite number above 0 \(given: -3\)"),
+        ("tokens,loss\n1,nan\n", "line 2: loss must be a finite number above 0"),
     ],
 )
 def test_what_a_curve_can_not_tell_is_one_line(

@@ -9,7 +9,7 @@ from typing import Any
 from trainyard.errors import InputError
 from trainyard.launch.checkpoint_files import open_files
 from trainyard.launch.goodput import Goodput, goodput, jsonl_rows
-from trainyard.launch.record import JobRecord
+from trainyard.launch.record import TERMINAL_STATES, JobRecord
 
 WARM_STEPS = 3
 """First steps of an attempt that are left out: they load, compile and fill caches."""
@@ -195,7 +195,8 @@ def _notes(
     if record.environment is not None and time and "local" in str(record.environment):
         notes.append("environment local stands in for AWS: the plan is of GPUs, the measured steps are of this machine")
     if record.state != "Completed":
-        notes.append(f"the job is {record.state}: hours, goodput and dollars are compared when it has completed")
+        when = "of one that completes" if record.state in TERMINAL_STATES else "when it has completed"
+        notes.append(f"the job is {record.state}: hours, goodput and dollars are compared {when}")
     return notes
 
 

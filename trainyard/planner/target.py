@@ -63,7 +63,9 @@ def _read(curve: Path) -> tuple[str, list[tuple[float, float]]]:
     try:
         with curve.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise InputError(f"--loss-curve {curve}: can't be read ({error.strerror or error})") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--loss-curve {curve}: can't be read ({error})") from None
     header = [name.strip() for name in rows[0]] if rows else []
     if len(header) != 2 or header[0] not in UNITS or header[1] != "loss":
@@ -74,7 +76,11 @@ def _read(curve: Path) -> tuple[str, list[tuple[float, float]]]:
             seen, loss = (float(cell) for cell in row)
         except ValueError:
             raise InputError(f"--loss-curve {curve}: line {number}: must be two numbers (given: {row})") from None
-        if not (math.isfinite(seen) and math.isfinite(loss)) or seen <= (points[-1][0] if points else 0.0):
+        if not (math.isfinite(loss) and loss > 0):
+            raise InputError(
+                f"--loss-curve {curve}: line {number}: loss must be a finite number above 0 (given: {loss:g})"
+            )
+        if not math.isfinite(seen) or seen <= (points[-1][0] if points else 0.0):
             raise InputError(
                 f"--loss-curve {curve}: line {number}: {header[0]} must be above 0 and grow with each line"
             )
