@@ -241,3 +241,19 @@ def test_a_config_that_nobody_can_read_is_one_line(tmp_path: Any, monkeypatch: p
     monkeypatch.setattr("pathlib.Path.read_text", refused)
     with pytest.raises(InputError, match=r"config.json: can't be read \(Permission denied\)"):
         shape_from_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 33, "num_key_value_heads": 3},
+        {"model_type": "gpt2", "n_embd": 100, "n_head": 3},
+        {"model_type": "qwen2", "hidden_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ],
+)
+def test_heads_that_can_not_share_the_hidden_size_are_refused(config: dict[str, Any]) -> None:
+    """transformers refuses most of them, and of the others the first forward pass fails, on rented machines."""
+    with pytest.raises(InputError, match=r"heads don't divide a hidden size of \d+; .* state head_dim"):
+        shape_from_config(config)
+    if config["model_type"] != "gpt2":
+        assert shape_from_config({**config, "head_dim": 32}).head_dim == 32

@@ -407,8 +407,25 @@ def shape_from_config(config: Config) -> ModelShape:
         known = f"; did you mean {close[0]}?" if close else f" (known are {len(FAMILIES)}, {', '.join(COMMON)}, ...)"
         raise NotCoveredError(f"model.config.model_type {model_type!r}: its sizes can't be planned{known}")
     shape = replace(checked(reader(config)), attention_dropout=_drops_attention(config))
+    _check_heads(config, shape)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     return replace(shape, keeps_activated_gate=shape.keeps_activated_gate or activation not in THIN_ACTIVATIONS)
+
+
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+"""What families call the number of a layer's heads."""
+
+
+def _check_heads(config: Config, shape: ModelShape) -> None:
+    """InputError where stated heads, whose width nobody states, can't share the hidden size: transformers builds no
+    such model, or one whose rotation fails. Latent attention has widths of its own."""
+    follows = config.get("head_dim") is None and not shape.kv_lora_rank
+    is_stated = any(config.get(name) is not None for name in HEADS)
+    if follows and is_stated and shape.hidden % shape.heads and shape.head_dim == shape.hidden // shape.heads:
+        raise InputError(
+            f"model.config: {shape.heads} heads don't divide a hidden size of {shape.hidden}; change one of the two, "
+            "or state head_dim"
+        )
 
 
 COMMON = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
