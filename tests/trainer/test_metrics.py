@@ -132,6 +132,65 @@ def test_a_wait_for_other_ranks_is_communication_but_in_a_save_and_in_validation
     waits.listen(None)
 
 
+class Stream:
+    """A GPU's, on that time: kernels run one after the other, and the host goes on meanwhile."""
+
+    def __init__(self, time: Time) -> None:
+        self.time, self.free_at = time, 0.0
+
+    def launch(self, seconds: float) -> None:
+        """A kernel of so many seconds."""
+        self.free_at = max(self.free_at, self.time.seconds) + seconds
+
+    def synchronize(self) -> None:
+        """The host waits until all that was launched is done."""
+        self.time.seconds = max(self.time.seconds, self.free_at)
+
+
+class StreamEvent(Event):
+    """An event that is reached when the stream gets there."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream.time)
+        self._stream = stream
+
+    def record(self) -> None:
+        self.at = max(self._stream.free_at, self._time.seconds)
+
+    def synchronize(self) -> None:
+        self._time.seconds = max(self._time.seconds, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert max(self.at, end.at) <= self._time.seconds, "an event that is not reached yet has no time"
+        return super().elapsed_time(end)
+
+
+@pytest.mark.parametrize(("reading", "answering"), [(1.0, 0.25), (7.0, 0.25), (1.0, 3.0), (7.0, 3.0)])
+def test_on_a_gpu_what_the_host_does_meanwhile_makes_no_step_longer(
+    time: Time, monkeypatch: pytest.MonkeyPatch, reading: float, answering: float
+) -> None:
+    """It reads the next batch while the GPU is at this one, and hears other ranks while it is at the update."""
+    stream = Stream(time)
+    monkeypatch.setattr("trainer.observe.step_clock._event", lambda: StreamEvent(stream))
+    clock = StepClock(torch.device("cuda"), world_size=2)
+    for phase, seconds in (("forward", 2.0), ("backward", 4.0)):
+        with clock(phase):
+            stream.launch(seconds)
+    with clock("data"):
+        time.sleep(reading)
+    stream.synchronize()  # the loss is asked for
+    with clock("optimizer"):
+        stream.launch(0.5)
+    with clock.waiting():
+        time.sleep(answering)
+    seconds, breakdown = clock.finish_row()
+    found = {"forward": 2.0, "backward": 4.0, "optimizer": 0.5}
+    found |= {"data": max(0.0, reading - 6.0), "communication": max(0.0, answering - 0.5)}
+    assert breakdown == dict.fromkeys(PHASES, 0.0) | found
+    assert seconds == time.seconds == sum(found.values())
+    waits.listen(None)
+
+
 @pytest.mark.parametrize(("world_size", "is_listening"), [(1, False), (2, True)])
 def test_of_one_rank_nobody_watches_for_waits(
     monkeypatch: pytest.MonkeyPatch, world_size: int, is_listening: bool

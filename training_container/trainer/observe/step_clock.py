@@ -9,14 +9,16 @@ import torch
 from trainer.observe import waits
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
-_DEVICE_PHASES = frozenset({"forward", "backward", "optimizer"})
+_HOST_PHASES = frozenset({"checkpoint"})
+"""Measured by the host's time on a GPU too: it waits for the GPU before."""
 
 
 class StepClock:
     """Splits the time between two rows into phases; the rest is `other`, so that phases always sum to the whole.
 
     A row's time begins where the row before ended: a checkpoint taken after step s shows up in the row of s + 1.
-    On a GPU the phases are measured by events on its stream, without making it wait.
+    On a GPU the phases are measured by events on its stream, without making it wait: what the host does while the GPU
+    still works (it reads the next batch, and waits for other ranks' message) costs no time, and is in no phase.
 
     `communication` is what is exposed of it: the time in which computing stood still for other ranks, be it for their
     data or for them to arrive. It is taken out of the phase in which it fell. What overlaps with computing costs no
@@ -48,7 +50,7 @@ class StepClock:
         with torch.profiler.record_function(f"trainyard:{phase}") if self._show_ranges else nullcontext():
             if self._uses_events and self._show_ranges:
                 torch.cuda.nvtx.range_push(phase)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            if self._uses_events and phase in _DEVICE_PHASES:
+            if self._uses_events and phase not in _HOST_PHASES:
                 begin, end = _event(), _event()
                 begin.record()
                 yield
@@ -68,7 +70,7 @@ class StepClock:
         phase = self._phase or "other"
         if self._excludes or phase == "checkpoint":
             yield
-        elif self._uses_events and phase in _DEVICE_PHASES:
+        elif self._uses_events:
             # The stream stands still from the end of what was queued before the wait to the end of what is waited for.
             begin, end = _event(), _event()
             begin.record()
@@ -101,12 +103,13 @@ class StepClock:
 
     def finish_row(self) -> tuple[float, dict[str, float]]:
         """(seconds since the row before, the same by phase); starts the next row."""
-        if self._events:
-            self._events[-1][2].synchronize()
-            for phase, begin, end in self._events:
-                self._seconds[phase] += begin.elapsed_time(end) / 1000.0
-            for phase, begin, end in self._wait_events:
-                self._move_to_communication(phase, begin.elapsed_time(end) / 1000.0)
+        for events in (self._events, self._wait_events):
+            if events:
+                events[-1][2].synchronize()
+        for phase, begin, end in self._events:
+            self._seconds[phase] += begin.elapsed_time(end) / 1000.0
+        for phase, begin, end in self._wait_events:
+            self._move_to_communication(phase, begin.elapsed_time(end) / 1000.0)
         # Two clocks may differ by microseconds, so no part is below nothing, nor the whole less than its parts.
         breakdown = {phase: max(0.0, seconds) for phase, seconds in self._seconds.items()}
         known = sum(breakdown.values())
