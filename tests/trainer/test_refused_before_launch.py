@@ -12,6 +12,7 @@ from trainer.models import facts as trainer_facts
 from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
+from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.families import FAMILIES
 from trainer_testing.image_shards import CONVNEXT, RESNET, VIT, image_job
 from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, vlm_job
@@ -381,6 +382,23 @@ def test_what_no_model_can_be_built_of_is_said_before_data_is_read(
 ) -> None:
     job = tiny_job("single", 1, model=LLAMA | stated)
     assert re.search(message, refusal(job, monkeypatch, tmp_path))
+
+
+@pytest.mark.parametrize(("target", "is_there"), [("q_proj", False), ("qkv_proj", True)])
+def test_an_adapter_of_layers_that_are_not_there_is_said_before_data_is_read(
+    target: str, is_there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a family whose layers the spec doesn't list; no weights are looked at."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoConfig.for_model("phi3", **sizes, pad_token_id=0).save_pretrained(tmp_path)
+    assert "phi3" not in LINEAR_LAYERS
+    adapter = {"kind": "lora", "targets": [target]}
+    job = tiny_job("single", 1, source=str(tmp_path), adapter=adapter)
+    if is_there:
+        CausalLM().check_model(job)
+        return
+    told = refusal(job, monkeypatch, tmp_path)
+    assert re.search(r"^model\.adapter\.targets: q_proj: no linear layer .* in phi3; it has .*qkv_proj", told)
 
 
 def _llava(**text_config: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, comp
     engine sees to the type of products, by autocast or by what it gathers; peft's own cast to the pair's float32 would
     only keep a copy of the input for each adapted layer, of the very numbers that autocast then makes of it again.
     """
-    _check_targets(model, adapter)
+    check_targets(model, adapter)
     from peft import inject_adapter_in_model  # seconds to import: only jobs that use it pay
 
     seed_everything(seed)
@@ -62,7 +62,7 @@ def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _check_targets(model: PreTrainedModel, adapter: AdapterSpec) -> None:
+def check_targets(model: PreTrainedModel, adapter: AdapterSpec) -> None:
     """Every target has to be a linear layer of this model, and not the head that is the embedding too."""
     tied_head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if _is_linear(module)}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models import rotary
-from trainer.models.adapters import add_adapter
+from trainer.models.adapters import add_adapter, check_targets
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
 from trainer.models.configuration import (
     configuration_in,
@@ -97,9 +97,23 @@ def _lengthen_default(config: PretrainedConfig, stated: Mapping[str, Any], seque
 
 
 def check_configuration(job: ResolvedJob) -> None:
-    """InputError for a stated configuration of which no language model can be built, whatever the data's vocabulary."""
+    """InputError for a stated configuration of which no language model can be built, whatever the data's vocabulary,
+    and for an adapter of layers that the source's model doesn't have. No file of weights is opened."""
+    source, adapter = job.spec.model.source, job.spec.model.adapter
     if job.spec.model.config is not None:
         _check_sizes(job, _from_config(job, MANY_WORDS))
+    elif source is not None and adapter is not None and (model := _bare(source)) is not None:
+        check_targets(model, adapter)
+
+
+def _bare(source: str) -> PreTrainedModel | None:
+    """A source's model on the meta device; None where it can't be made so, which is said, if it is wrong, when it is
+    loaded."""
+    try:
+        with torch.device("meta"):
+            return _as_pretrained(AutoModelForCausalLM.from_config(configuration_in(source)))
+    except Exception:  # of whatever kind: transformers makes it in another way
+        return None
 
 
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
