@@ -178,7 +178,8 @@ def test_only_what_the_assistant_says_is_learnt() -> None:
         ({"json": b"{"}, "json is broken"),
         ({"json": b"[]"}, "must be an object"),
         ({"json": b'{"question": "what?"}'}, "neither messages, nor question and answer"),
-        ({"json": b'{"caption": ""}'}, "nothing to learn"),
+        ({"json": b'{"caption": ""}'}, r"its caption .* nothing to learn"),
+        ({"txt": b" "}, r"its caption \(caption in its json, or its txt\) is empty"),
         (member, "need a chat template"),
         ({"png": b""}, "no text: no json and no txt"),
     ):
