@@ -399,32 +399,43 @@ def test_bad_samples_are_counted_over_all_ranks(tmp_path: Path, monkeypatch: pyt
         return [build(job, tmp_path / "cache", rank, 2) for rank in range(2)]
 
     def exchanged(found: list[Any], mine: Any, group: Any) -> None:
-        met = [{one.where: (set(one.bad_rows), list(one.bad.named)) for one in data.tables} for data in group]
-        assert mine in met
-        found[:] = met
+        found[:] = [
+            {one.where: (set(one.bad_rows), one.left_out, list(one.bad.named)) for one in data.tables} for data in group
+        ]
+        assert mine in found
 
     monkeypatch.setattr("torch.distributed.get_world_size", len)
     monkeypatch.setattr("torch.distributed.all_gather_object", exchanged)
     group: Any = ranks(limit=3)
-    assert [data.has_news for data in group] == [True, True], "both have looked at the first samples"
+    assert not any(data.has_news for data in group), "both have looked at the first samples, and learnt from none"
     for data in group:
         data.gather(group)
-        assert not data.has_news and data.describe() == {"bad_records": {"data.train": 1}}, "which is one sample"
+        data.check_limits()
+        assert data.describe() == {"bad_records": {"data.train": 1}}, "which is one sample"
     for data in group:
         steps(data, 3)
         data.close()
-    assert [data.tables[0].bad_rows for data in group] == [{2, 40}, {2, 45}], "each meets one of the others"
+    assert [data.tables[0].left_out for data in group] == [{2, 40}, {45}]
     assert [data.has_news for data in group] == [True, True]
     for data in group:
         data.gather(group)
-        assert data.describe() == {"bad_records": {"data.train": 3}}
+        data.check_limits()
+        assert not data.has_news and data.describe() == {"bad_records": {"data.train": 3}}
+    group = ranks(limit=2)
+    for data in group:
+        steps(data, 2)  # the third is read ahead
+        data.close()
+    for data in group:
+        data.gather(group)
+        data.check_limits()
     group = ranks(limit=2)
     for data in group:
         steps(data, 3)
         data.close()
     for data in group:
+        data.gather(group)
         with pytest.raises(InputError, match=r"data\.train: more bad records than data\.max_bad_records \(2\).*-00016"):
-            data.gather(group)
+            data.check_limits()
 
 
 def test_classes_may_have_names(tmp_path: Path) -> None:

@@ -409,6 +409,7 @@ class Session:
         self._checkpoint_is_late = totals[1] > 0
         if totals[2] > 0:
             self.data.gather(self._runtime.control_group)
+            self.data.check_limits()
         if told.upcoming:
             self._upcoming = self._counted(told.upcoming, totals[-2:])
         loss = totals[0] / batch.num_targets

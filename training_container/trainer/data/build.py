@@ -52,8 +52,10 @@ class JobData:
         return False
 
     def gather(self, group: dist.ProcessGroup) -> None:
-        """On every rank, and once more at the job's end: brings together what ranks have counted apart, for `describe`;
-        InputError, on every rank, where it is more than may be."""
+        """On every rank, and once more at the job's end: brings together what ranks have counted apart."""
+
+    def check_limits(self) -> None:
+        """InputError, on every rank alike, where what was gathered is more than may be."""
 
     def close(self) -> None:
         """Ends the threads that read ahead."""

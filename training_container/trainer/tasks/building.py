@@ -31,6 +31,8 @@ class ImageData(JobData):
 
     tables: tuple[SampleTable, ...]
     _bad_rows: dict[str, set[int]] = field(default_factory=dict)
+    _left_out: dict[str, set[int]] = field(default_factory=dict)
+    _named: dict[str, list[str]] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """See JobData: samples that were met, by any rank, and left out, by data set; none where nothing was."""
@@ -40,18 +42,23 @@ class ImageData(JobData):
     @property
     def has_news(self) -> bool:
         """See JobData."""
-        return any(table.bad_rows - self._bad_rows.get(table.where, set()) for table in self.tables)
+        return any(table.left_out - self._left_out.get(table.where, set()) for table in self.tables)
 
     def gather(self, group: dist.ProcessGroup) -> None:
         """See JobData: a sample that several ranks have met is one."""
-        mine = {table.where: (set(table.bad_rows), list(table.bad.named)) for table in self.tables}
+        mine = {table.where: (set(table.bad_rows), table.left_out, list(table.bad.named)) for table in self.tables}
         all_ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(all_ranks, mine, group=group)
+        for where in mine:
+            bad_rows, left_out, named = zip(*(rank[where] for rank in all_ranks), strict=True)
+            self._bad_rows[where], self._left_out[where] = set().union(*bad_rows), set().union(*left_out)
+            self._named[where] = [*dict.fromkeys(itertools.chain(*named))]
+
+    def check_limits(self) -> None:
+        """See JobData."""
         for table in self.tables:
-            rows, named = zip(*(rank[table.where] for rank in all_ranks), strict=True)
-            self._bad_rows[table.where] = set().union(*rows)
             of_all = BadRecords(table.bad.limit, table.where)
-            of_all.extend(len(self._bad_rows[table.where]), [*dict.fromkeys(itertools.chain(*named))])
+            of_all.extend(len(self._left_out[table.where]), self._named[table.where])
 
     def close(self) -> None:
         """See JobData."""

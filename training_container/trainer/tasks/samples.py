@@ -5,9 +5,11 @@ that can't be learnt from is counted and named, and the next one of the shards s
 every layout, and no batch is ever short.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -51,7 +53,9 @@ class SampleTable(ABC):
         self.where = where
         self.bad = BadRecords(limit=max_bad_records, where=where)
         self.bad_rows: set[int] = set()
-        """Those that were met and left out."""
+        """Those that were met; some of them by threads that read ahead of what is ever learnt from."""
+        self.left_out: set[int] = set()
+        """Those in whose place others were learnt from, or validated on."""
         self._lock = Lock()
         found = {extension for index in self._indices for extension in index.extensions}
         if not found & set(IMAGE_EXTENSIONS):
@@ -92,6 +96,12 @@ class SampleTable(ABC):
             if found is not None:
                 return found
         raise InputError(f"{self.where}: no sample can be learnt from; the first: {'; '.join(self.bad.named)}")
+
+    def used(self, rows: Positions) -> None:
+        """Samples were read for the batch that comes now: notes those that are left out of it."""
+        for row in rows[rows >= 0].tolist():
+            following = ((row + offset) % len(self) for offset in range(len(self)))
+            self.left_out.update(itertools.takewhile(self.bad_rows.__contains__, following))
 
     def will_read(self, rows: Positions) -> None:
         """Fetches samples that lie in S3 in the background: more of them at once than there are decoding threads."""
@@ -144,22 +154,33 @@ class _Pool:
         self._table = table
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
 
-    def begin(self, rows: Positions, positions: Positions) -> list[Future[Any]]:
+    def begin(self, rows: Positions, positions: Positions) -> "_Reading":
         """Starts reading one micro-batch."""
         self._table.will_read(rows)
-        return [
+        futures = [
             self._threads.submit(self._table.sample, int(row), int(position))
             for row, position in zip(rows, positions, strict=True)
         ]
+        return _Reading(rows, futures)
 
-    def finish(self, futures: Sequence[Future[Any]]) -> Any:
+    def finish(self, reading: "_Reading") -> Any:
         """The micro-batch, once all of it is there."""
-        return self._table.collate([future.result() for future in futures])
+        samples = [future.result() for future in reading.futures]
+        self._table.used(reading.rows)
+        return self._table.collate(samples)
 
     def close(self) -> None:
         """Ends the threads; what was not begun is dropped."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._table.close()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A micro-batch that is being read."""
+
+    rows: Positions
+    futures: Sequence[Future[Any]]
 
 
 class SampleStream(BatchStream):
@@ -169,7 +190,7 @@ class SampleStream(BatchStream):
         """`settings`: BatchStream's."""
         super().__init__(table, **settings)  # type: ignore[arg-type]  # of the table it needs length and name alone
         self._pool = _Pool(table, num_threads)
-        self._ahead: dict[int, list[list[Future[Any]]]] = {}
+        self._ahead: dict[int, list[_Reading]] = {}
 
     def next_step(self) -> list[Any]:
         """See BatchStream. What was read ahead is not consumed: the position is exact at every checkpoint."""
@@ -177,11 +198,11 @@ class SampleStream(BatchStream):
         micro_batches = self._ahead.pop(first, None) or self._begin(first)
         following = first + self._blocks.global_batch_size
         self._ahead = {following: self._begin(following)}
-        batches = [self._pool.finish(futures) for futures in micro_batches]
+        batches = [self._pool.finish(reading) for reading in micro_batches]
         self._sequences_consumed = following
         return batches
 
-    def _begin(self, first: int) -> list[list[Future[Any]]]:
+    def _begin(self, first: int) -> list[_Reading]:
         return [self._pool.begin(self._rows(positions), positions) for positions in self._blocks.positions(first)]
 
     def close(self) -> None:
@@ -204,9 +225,9 @@ class SampleValidation(ValidationStream):
         for step in range(self.num_steps):
             if step + 1 < self.num_steps:
                 ahead.append(self._begin(step + 1))
-            yield [self._pool.finish(futures) for futures in ahead.pop(0)]
+            yield [self._pool.finish(reading) for reading in ahead.pop(0)]
 
-    def _begin(self, step: int) -> list[list[Future[Any]]]:
+    def _begin(self, step: int) -> list[_Reading]:
         return [
             self._pool.begin(np.where(positions < self._num_samples, positions, -1), positions)
             for positions in self._blocks.positions(step * self._blocks.global_batch_size)

@@ -99,7 +99,9 @@ class Conversations:
             return self._chat(stated["messages"])
         if "caption" in stated:
             if not isinstance(stated["caption"], str) or not stated["caption"]:
-                raise BadRecordError("its caption (caption in its json, or its txt) is empty, or no text: there is nothing to learn")
+                raise BadRecordError(
+                    "its caption (caption in its json, or its txt) is empty, or no text: there is nothing to learn"
+                )
             return self._prompt(IMAGE_MARK, stated["caption"])
         question, answer = stated.get("question"), stated.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
