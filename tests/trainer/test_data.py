@@ -569,6 +569,17 @@ def test_wrong_paths_and_tokens_are_named(tmp_path: Path) -> None:
             build(resolved(data), tmp_path)
 
 
+@pytest.mark.parametrize("wide", ["<u4", "<i4"])
+def test_bare_ids_of_32_bits_are_not_read_as_twice_as_many(tmp_path: Path, wide: str) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(np.arange(1000, 1300).astype(wide).tobytes())
+    with pytest.raises(InputError, match=r"a\.bin: every second id of it is 0, .*; write them by numpy\.save"):
+        build(resolved({"train": [source(path, "tokens")]}), tmp_path)
+    for own in (np.arange(1000, 1300), np.zeros(300), np.arange(300) % 2, np.array([5, 0, 5, 0])):
+        path.write_bytes(own.astype("<u2").tobytes())
+        assert len(build(resolved({"train": [source(path, "tokens")]}), tmp_path).train._table)
+
+
 def test_what_a_folder_is_read_without_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,8 @@ UNIT_BYTES = 64 << 20
 
 _HEADER_BYTES = 16 << 10
 """Of an .npy file: NumPy takes none of more than 10,000 characters."""
+_LEAST_JUDGED = 64
+"""Ids of a bare file: fewer may happen to be 0 in turn."""
 _COUNTED_BYTES = 1 << 20
 
 _UNREADABLE = (OSError, EOFError, zlib.error)
@@ -210,6 +212,7 @@ class TokenFile:
                 raise InputError(
                     f"{file.where}: {file.size} bytes are no whole number of uint16 ids; use .npy for wider ids"
                 )
+            _check_width(file)
             return cls(file, np.dtype("<u2"), 0, file.size // 2)
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         try:
@@ -242,6 +245,19 @@ class TokenFile:
                     yield ids
         except (ValueError, *_UNREADABLE) as error:
             raise InputError(f"{self.file.where}: can't be read: {_reason(error)}") from None
+
+
+def _check_width(file: DataFile) -> None:
+    """InputError for bare ids of 32 bits below 65,536: read as uint16 every second one would be 0."""
+    try:
+        ids = np.frombuffer(file.head(_HEADER_BYTES), dtype="<u2")
+    except _UNREADABLE as error:
+        raise InputError(f"{file.where}: can't be read: {_reason(error)}") from None
+    if len(ids) >= _LEAST_JUDGED and ids.any() and not ids[1::2].any():
+        raise InputError(
+            f"{file.where}: every second id of it is 0, as of 32-bit ids that are read as uint16; write them by"
+            " numpy.save (.npy), which says how wide they are"
+        )
 
 
 def _line_ends(file: DataFile, begin: int, end: int) -> int:
