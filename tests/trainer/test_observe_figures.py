@@ -10,8 +10,8 @@ import pytest
 import torch
 from trainer.__main__ import expected_of
 from trainer.observe.memory_use import FloorHistory, Growth, growth, host_bytes
-from trainer.observe.observer import Figures, largest_tensor, percentile, summary
-from trainer.observe.step_clock import StepClock
+from trainer.observe.observer import Figures, Observer, largest_tensor, percentile, summary
+from trainer.observe.step_clock import PHASES, StepClock
 from trainer.observe.stragglers import find_stragglers
 from trainer.observe.throughput import Expected, throughput
 from trainer.tasks.image_classification import ImageBatch
@@ -156,9 +156,9 @@ def test_percentiles_are_values_that_were_there() -> None:
 
 def test_mfu_is_a_share_of_the_peak_in_both_conventions() -> None:
     expected = Expected(
-        full_flops_per_token=10e9, causal_flops_per_token=8e9, peak_flops=1e15, planned_tokens_per_second=500_000
+        full_flops_per_token=10e9, causal_flops_per_token=8e9, peak_flops=1e15, planned_step_seconds=0.4
     )
-    figures = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=expected)
+    figures = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=expected, num_steps=4)
     assert figures == {
         "tokens_per_second_per_rank": 50_000.0,
         "of_plan": 0.8,
@@ -167,8 +167,32 @@ def test_mfu_is_a_share_of_the_peak_in_both_conventions() -> None:
         "model_tflops_causal": 400.0,
         "mfu_causal": 0.4,
     }
-    unknown = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=Expected())
+    unknown = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=Expected(), num_steps=4)
     assert unknown == dict.fromkeys(figures, None) | {"tokens_per_second_per_rank": 50_000.0}
+
+
+def test_a_job_that_pads_is_as_fast_as_its_plan_whose_steps_take_as_long() -> None:
+    """The plan's tokens have the padding among them, the trainer's have not."""
+    expected = Expected(planned_step_seconds=0.5)
+    full, padded = (throughput(tokens, 2.0, 1, expected, num_steps=4) for tokens in (4 * 1024, 4 * 100))
+    assert full["of_plan"] == padded["of_plan"] == 1.0
+    assert padded["tokens_per_second_per_rank"] == 200.0
+
+
+def test_the_share_of_the_plan_is_of_the_windows_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(mine: Any, everyone: list[Any], **_: Any) -> None:
+        everyone[:] = [mine]
+
+    monkeypatch.setattr("torch.distributed.gather_object", alone)
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, is_first=True, control_group=None, rank=0)
+    expected = Expected(planned_step_seconds=0.5)
+    observer = Observer(runtime, every_steps=3, last_step=5, group=0, expected=expected)
+    phases = dict.fromkeys(PHASES, 0.0)
+    took = enumerate((1.0, 1.0, 1.0, 0.5, 0.5), start=1)
+    rows = [observer.finish_step(step, seconds, phases, tokens=10) for step, seconds in took]
+    assert [bool(row) for row in rows] == [False, False, True, False, True]
+    assert [row["observed"]["throughput"]["of_plan"] for row in rows if row] == [0.5, 1.0]
+    observer.close()
 
 
 LLAMA_8B = {

@@ -139,7 +139,7 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
     from trainyard.planner.reading import layout_of, machines_of, shape_of
     from trainyard.planner.timing import step_time
 
-    peak = planned = speed = None
+    peak = planned = seconds = None
     try:
         shape = shape_of(job.spec)
         if device_name is not None and job.spec.training.precision != "fp64":
@@ -160,14 +160,13 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
         instance = machines_of(job.spec, job.world_size).instance
         if instance is not None and instance.gpu is not None:
             seconds = step_time(shape, layout, instance.gpu, fabric_of(instance)).total
-            speed = job.spec.global_batch_size * job.spec.data.sequence_length / seconds
     length, is_frozen = job.spec.data.sequence_length, job.spec.model.adapter is not None
     return Expected(
         full_flops_per_token=shape.flops_per_token(length, is_frozen=is_frozen),
         causal_flops_per_token=shape.flops_per_token(length, causal=True, is_frozen=is_frozen),
         peak_flops=peak,
         planned_bytes=planned,
-        planned_tokens_per_second=speed,
+        planned_step_seconds=seconds,
     )
 
 

@@ -116,8 +116,9 @@ class Observer:
         self.memory.sample()
         if step % self._every_steps and step != self._last_step:
             return {}
+        num_steps = len(self._own)
         mine = self._take(step)
-        rates = throughput(self._tokens, self._seconds, self._runtime.world_size, self._expected)
+        rates = throughput(self._tokens, self._seconds, self._runtime.world_size, self._expected, num_steps=num_steps)
         self._tokens, self._seconds = 0, 0.0
         everyone: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_first else None
         dist.gather_object(mine, everyone, dst=0, group=self._runtime.control_group)

@@ -17,17 +17,22 @@ class Expected:
     """Dense peak of one device in the job's precision, from its data sheet; None on CPU."""
     planned_bytes: float | None = None
     """The plan's memory at the peak of a step, on the worst rank."""
-    planned_tokens_per_second: float | None = None
-    """The plan's speed, all ranks together."""
+    planned_step_seconds: float | None = None
+    """The plan's time of an optimizer step."""
 
 
-def throughput(tokens: float, seconds: float, world_size: int, expected: Expected) -> dict[str, float | None]:
-    """Of a window of steps: `tokens` of all ranks in `seconds`; figures are per rank."""
+def throughput(
+    tokens: float, seconds: float, world_size: int, expected: Expected, *, num_steps: int
+) -> dict[str, float | None]:
+    """Of a window of steps: `tokens` of all ranks, without padding, in `seconds`; figures are per rank.
+
+    `of_plan` is of the steps' own speed: a plan computes padding as tokens, as the machine does.
+    """
     rate = tokens / seconds / world_size
-    planned = expected.planned_tokens_per_second
+    planned = expected.planned_step_seconds
     figures: dict[str, float | None] = {
         "tokens_per_second_per_rank": rate,
-        "of_plan": None if planned is None else rate * world_size / planned,
+        "of_plan": None if planned is None else planned * num_steps / seconds,
     }
     flops = {"full": expected.full_flops_per_token, "causal": expected.causal_flops_per_token}
     for convention, per_token in flops.items():
