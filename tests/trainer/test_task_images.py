@@ -357,7 +357,7 @@ def test_the_same_images_at_any_number_of_ranks_and_after_a_resume(shards: Path,
 
 
 def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = list(classified(24, seed=1))
     samples[3]["png"] = b"torn"
@@ -384,6 +384,9 @@ def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(
     told = [line for line in "".join(capfd.readouterr()).splitlines() if "bad record left out" in line]
     assert len(told) == 3, "once each, as they are met"
     assert all(any(word in line for line in told) for word in words)
+    monkeypatch.setenv("RANK", "1")
+    build(job, tmp_path / "cache").close()
+    assert capfd.readouterr().out == "", "of the first samples, which all ranks look at, the first one tells"
     with pytest.raises(InputError, match=r"data\.train: more bad records than data\.max_bad_records \(2\).*0000-00003"):
         build(image_job(tmp_path, data={"validation": [], "max_bad_records": 2}), tmp_path / "cache")
 

@@ -6,6 +6,7 @@ every layout, and no batch is ever short.
 """
 
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,9 +80,12 @@ class SampleTable(ABC):
         return "-".join(index.digest[:16] for index in self._indices)
 
     def check_first(self) -> None:
-        """Reads the first few samples as training will; InputError when more of them are bad than may be."""
+        """Reads the first few samples as training will; InputError when more of them are bad than may be.
+
+        Every rank does, and the first one alone says which are bad.
+        """
         for row in range(min(len(self), _LOOKED_AT_FIRST)):
-            self._sample_or_none(row, row)
+            self._sample_or_none(row, row, tells=int(os.environ.get("RANK", "0")) == 0)
 
     def sample(self, row: int, position: int) -> Any:
         """Sample `row`, or where that is bad the next good one, as `collate` takes it; safe from several threads.
@@ -114,7 +118,7 @@ class SampleTable(ABC):
         source = int(np.searchsorted(self._ends, row, side="right"))
         return self._indices[source], row - int(self._ends[source]) + len(self._indices[source])
 
-    def _sample_or_none(self, row: int, position: int) -> Any:
+    def _sample_or_none(self, row: int, position: int, *, tells: bool = True) -> Any:
         if row in self.bad_rows:
             return None
         index, number = self._place(row)
@@ -126,7 +130,7 @@ class SampleTable(ABC):
                     self.bad_rows.add(row)
                     num_named = len(self.bad.named)
                     self.bad.add(lambda: index.place(number), str(error))
-                    if len(self.bad.named) > num_named:
+                    if tells and len(self.bad.named) > num_named:
                         say(f"{self.where} bad record left out: {self.bad.named[-1]}")
             return None
 
