@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from trainer.data import IGNORED_LABEL, BatchStream, JobData, TextData, build_data, token_units
+from trainer.data import build as data_build
 from trainer.data import readers as readers_module
 from trainer.data.files import LocalFile, local_files
 from trainer.data.stream import Permutation, SequenceTable
@@ -414,6 +415,31 @@ def test_a_model_without_a_tokenizer_beside_it_reads_ready_made_tokens(tmp_path:
         vocab_size(source(corpus(tmp_path)))
     json_tokenizer(tmp_path / "model")
     assert vocab_size() == 268, "the tokenizer's own, where there is one"
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_vocabulary_that_is_too_small_is_said_before_anything_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+) -> None:
+    def made(size: int, **data: Any) -> JobData:
+        job = resolved({"train": [source(corpus(tmp_path))], **data})
+        config = {"model_type": "llama", "vocab_size": size}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        origin = {"source": str(tmp_path), "config": None} if is_stored else {"config": config}
+        model = job.spec.model.model_copy(update=origin)
+        return build(job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})}), tmp_path / "cache")
+
+    tokenizer = str(json_tokenizer(tmp_path / "tokenizer"))
+    assert made(268, tokenizer=tokenizer).train.num_sequences
+    (letters := tmp_path / "letters").mkdir()
+    np.save(letters / "a.npy", np.asarray([1, 2, 32] * 20))
+    monkeypatch.setattr(data_build, "open_token_cache", lambda *_, **__: pytest.fail("data was read"))
+    with pytest.raises(
+        InputError, match=r"^model vocab_size is 267, but the data's ids go up to 267: set model\.config"
+    ):
+        made(267, tokenizer=tokenizer)
+    monkeypatch.undo()
+    made(33, train=[source(letters, "tokens")])  # of ids that nobody has counted yet
 
 
 def json_tokenizer(folder: Path, text: str = "hello world " * 50) -> Path:

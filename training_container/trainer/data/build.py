@@ -15,7 +15,7 @@ from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
 from trainer.data.token_cache import TokenCache, open_token_cache
 from trainer.data.token_units import Vocabulary
-from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import is_ready_made, tokenizer_file_of, tokenizer_of
 from trainer.speech import say
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource, DataSpec, ResolvedJob, ValidationSource
@@ -96,6 +96,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         "data_parallel_rank": data_parallel_rank,
         "data_parallel_size": data_parallel_size,
     }
+    sets.check_vocabulary()
     caches = {"train": sets.open(spec.data.train, "train")}
     stream = BatchStream(
         _table(caches["train"], "train", spec.data),
@@ -154,6 +155,19 @@ class _TokenSets:
             streaming=data.streaming,
             shared=self._shared,
         )
+
+    def check_vocabulary(self) -> None:
+        """InputError, before anything is tokenized, where the model has fewer rows than the tokenizer has ids."""
+        spec = self._job.spec
+        if self._vocab_is_open and is_ready_made(spec):
+            return  # nobody has counted these ids yet
+        if spec.model.source is None and stated_vocabulary(spec) is None:
+            return  # the model gets as many rows as that
+        from trainer.models.configuration import check_vocabulary, configuration_of  # transformers
+
+        config = configuration_of(self._job)
+        if config is not None and isinstance(getattr(config, "vocab_size", None), int):
+            check_vocabulary(config, self.tokenizer.vocab_size)
 
     def _known_vocabulary(self) -> int:
         """Nobody has counted streamed ids: without a tokenizer they are those that the model has a place for."""

@@ -16,6 +16,7 @@ from trainer.models import rotary
 from trainer.models.adapters import add_adapter, check_targets
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
 from trainer.models.configuration import (
+    check_vocabulary,
     configuration_in,
     is_of_the_machine,
     one_line,
@@ -52,7 +53,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     """
     seed_everything(job.spec.training.seed)
     model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
-    _check_vocabulary(model, vocab_size)
+    check_vocabulary(model.config.get_text_config(), vocab_size)
     _check_sizes(job, model)
     attach(model)
     fuse_norms(model)
@@ -138,15 +139,6 @@ def _as_pretrained(model: Any) -> PreTrainedModel:
 def _attention(job: ResolvedJob, config: PretrainedConfig) -> str:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     return choose_attention(job, config.get_text_config(), device_type=device_type).implementation
-
-
-def _check_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
-    stated = model.config.get_text_config().vocab_size
-    if stated < vocab_size:
-        raise InputError(
-            f"model vocab_size is {stated}, but the data's ids go up to {vocab_size - 1}:"
-            f" set model.config.vocab_size to at least {vocab_size}, or use the model's own tokenizer"
-        )
 
 
 def _check_sizes(job: ResolvedJob, model: PreTrainedModel) -> None:

@@ -250,3 +250,12 @@ def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:
         return AutoConfig.for_model(stated.pop("model_type"), **stated).get_text_config()
     except WRONG:
         return None
+
+
+def check_vocabulary(config: PretrainedConfig, size: int) -> None:
+    """InputError for a language model with fewer rows than the data has ids."""
+    if config.vocab_size < size:
+        raise InputError(
+            f"model vocab_size is {config.vocab_size}, but the data's ids go up to {size - 1}:"
+            f" set model.config.vocab_size to at least {size}, or use the model's own tokenizer"
+        )
