@@ -1052,6 +1052,20 @@ def test_a_folder_in_the_place_of_a_steps_file_keeps_no_save_out(tmp_path: Path,
     assert job.checkpointer.last_error is None and Job(str(tmp_path / "shared"), tmp_path).newest() == 10
 
 
+def test_a_bucket_that_marks_its_folders_has_as_good_checkpoints_as_any(s3_endpoint: str, tmp_path: Path) -> None:
+    """S3's console and DataSync make an empty object `step-00000010/`; in a folder that would be a link's name."""
+    assert s3_endpoint
+    destination, s3 = f"s3://{BUCKET}/{tmp_path.name}", boto3.client("s3")
+    Job(destination, tmp_path).save(10)
+    for folder in ("", "checkpoints/", "checkpoints/step-00000010/", "checkpoints/step-00000020/"):
+        s3.put_object(Bucket=BUCKET, Key=f"{tmp_path.name}/{folder}", Body=b"")
+    job = Job(destination, tmp_path, keep_last=1)
+    assert job.newest() == 10 and not job.said
+    assert [(one.step, one.is_good) for one in list_checkpoints(destination, s3)] == [(10, True)]
+    job.save(30)
+    assert [one.step for one in list_checkpoints(destination, s3)] == [30] and job.checkpointer.last_error is None
+
+
 def test_a_steps_link_to_what_is_not_there_is_passed_over_with_a_line_and_stays(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     Job(str(shared), tmp_path).save(10, 20)

@@ -248,7 +248,9 @@ class _S3Files:
             pages = self._s3.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._key(prefix) + "/"
             )
-            return [(item["Key"][skip:], item) for page in pages for item in page.get("Contents", [])]
+            found = [(item["Key"][skip:], item) for page in pages for item in page.get("Contents", [])]
+        # Without folders' marks, as S3's console and DataSync make them: no name with a slash at its end is a link's.
+        return [(name, item) for name, item in found if not name.endswith("/")]
 
     def read(self, name: str) -> bytes | None:
         from botocore.exceptions import ClientError

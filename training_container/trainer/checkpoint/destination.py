@@ -442,7 +442,8 @@ class S3Destination(Destination):
             )
             for page in pages:
                 found.update({entry["Key"][skip:]: entry["Size"] for entry in page.get("Contents", ())})
-        return found
+        # A folder's mark, as S3's console and DataSync make it: here no name with a slash at its end is a link's.
+        return {name: size for name, size in found.items() if name and not name.endswith("/")}
 
     def delete(self, names: Iterable[str]) -> None:
         """See Destination."""
