@@ -1052,6 +1052,28 @@ def test_a_folder_in_the_place_of_a_steps_file_keeps_no_save_out(tmp_path: Path,
     assert job.checkpointer.last_error is None and Job(str(tmp_path / "shared"), tmp_path).newest() == 10
 
 
+def test_a_step_whose_folder_was_renamed_is_told_and_never_means_starting_anew(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    Job(destination, tmp_path).save(10, 20)
+    folders = tmp_path / "destination/checkpoints"
+    (folders / "step-00000020").rename(folders / "step-20")
+    told = "its folder must be called step-00000020 again"
+    job = Job(destination, tmp_path, keep_last=1)
+    assert job.newest() == 10
+    assert job.said == [f"checkpoint step=20 skipped: {told}; looking for the one before it"]
+    found = list_checkpoints(destination, None)
+    assert [(one.step, one.problem, one.is_readable) for one in found] == [(10, "", True), (20, told, False)]
+    shutil.rmtree(folders / "step-00000010")
+    with pytest.raises(InputError, match=r"none of what was committed .* \(the newest: step 20\) is whole"):
+        Job(destination, tmp_path).newest()
+    job.save(30)
+    done = prune(destination, None, rules=Retention(1), dry_run=False)
+    assert (folders / "step-20/COMMITTED").is_file() and not done.removed
+    (folders / "step-20").rename(folders / "step-00000020")
+    shutil.rmtree(folders / "step-00000030")
+    assert Job(destination, tmp_path).newest() == 20
+
+
 def test_a_bucket_that_marks_its_folders_has_as_good_checkpoints_as_any(s3_endpoint: str, tmp_path: Path) -> None:
     """S3's console and DataSync make an empty object `step-00000010/`; in a folder that would be a link's name."""
     assert s3_endpoint

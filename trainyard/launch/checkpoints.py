@@ -14,7 +14,7 @@ from typing import Any
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
 from trainyard.launch.lineage import METRICS, refuse_anothers
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, other_step, problem_with_sizes
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, misnamed, other_step, problem_with_sizes
 from trainyard.spec.retention import Retention
 
 _MARKER = "COMMITTED"
@@ -84,13 +84,15 @@ def has_any(destination: str, s3: Any) -> bool | None:
 
 
 def _by_step(names: dict[str, int]) -> dict[int, dict[str, int]]:
-    """Step -> name within its folder -> bytes."""
+    """Step -> name within its folder -> bytes; nothing of one whose folder has another name."""
     found: dict[int, dict[str, int]] = {}
     for path, size in names.items():
         folder, separator, name = path.removeprefix(f"{FOLDER}/").partition("/")
         digits = folder.removeprefix("step-")
         if separator and folder.startswith("step-") and digits.isdecimal():
-            found.setdefault(int(digits), {})[name] = size
+            own = found.setdefault(int(digits), {})
+            if path.startswith(f"{_step_folder(int(digits))}/"):
+                own[name] = size
     return found
 
 
@@ -105,7 +107,8 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         problem="" if _MARKER in names else f"it has no {_MARKER} marker (its save was interrupted)",
     )
     if not seen.committed:
-        return _with(seen, is_readable=False, problem=f"it {LEADS_NOWHERE}") if "" in names else seen
+        elsewhere = misnamed(folder) if not names else f"it {LEADS_NOWHERE}" if "" in names else ""
+        return _with(seen, is_readable=False, problem=elsewhere) if elsewhere else seen
     try:
         manifest, digest = _manifest(files, step)
         shards = tuple((file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])

@@ -8,6 +8,11 @@ LEADS_NOWHERE = "is a link to what isn't there (is its disk mounted?)"
 """Said of a link in whose place checkpoints may be: who takes it for nothing begins the job anew."""
 
 
+def misnamed(name: str) -> str:
+    """What is wrong with a step's checkpoint that lies under a name of a step, but not under `name`, its folder's."""
+    return f"its folder must be called {name.rpartition('/')[2]} again"
+
+
 def file_name(given: Any) -> str:
     """ValueError where it would lead out of the step's folder: who reads or copies the file would touch another."""
     name = str(given)

@@ -54,7 +54,7 @@ from trainer.checkpoint.reading import (
 )
 from trainer.heartbeat import beat
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, problem_with_sizes
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, misnamed, problem_with_sizes
 
 Retry = Callable[[str, Callable[[], Any]], Any]
 """`retry(what, operation)`: the operation's result, after as many tries as it takes (destination.with_retries)."""
@@ -264,6 +264,9 @@ class Restorer:
         folder = step_folder(step)
         if f"{folder}/" in names:
             return Candidate(step, None, f"it {LEADS_NOWHERE}")
+        if not any(name.startswith(f"{folder}/") for name in names):
+            has_marker = any(step_of(name) == step and name.endswith(f"/{COMMITTED}") for name in names)
+            return Candidate(step, None, misnamed(folder), was_committed=has_marker)
         if f"{folder}/{COMMITTED}" not in names:
             problem = f"it has no {COMMITTED} marker (its save was interrupted)"
             return Candidate(step, None, problem, was_committed=False)
