@@ -131,11 +131,27 @@ def test_one_that_cant_be_read_hides_no_other(
         (["list", "s3://a/b"], "s3://a/b: give --tenant NAME too"),
         (["copy", "{folder}", "gs://a/b"], "gs://a/b: must be an s3:// prefix or a folder"),
         (["copy", "{folder}", "s3://a/b", "--step", "20"], "s3://a/b: is on S3, and nothing here says whose role"),
+        (
+            ["copy", "{folder}", "{folder}/to", "--all", "--step", "20"],
+            "--all: copies every good one; leave out --step 20",
+        ),
+        (["copy", "{folder}/empty", "{folder}/to", "--all"], "{folder}/empty: has no good checkpoint (of 0)"),
+        (["copy", "{folder}", "{folder}/../out"], "{folder}/../out: is where the checkpoints are; give another"),
+        (
+            ["copy", "{folder}", "{folder}/file", "--step", "20"],
+            "{folder}/file: is no folder, and nothing can be copied",
+        ),
+        (["copy", "{folder}", "{folder}/file/a/b", "--step", "20"], "{folder}/file: is no folder, and nothing can be"),
     ],
 )
 def test_wrong_input_is_one_line(
     folder: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (folder / "empty/checkpoints").mkdir(parents=True)
+    (folder / "file").touch()
+    told = told.replace("{folder}", str(folder))
+    before = sorted(folder.rglob("*"))
     assert run(["checkpoints", *(one.replace("{folder}", str(folder)) for one in arguments)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
+    assert sorted(folder.rglob("*")) == before

@@ -222,12 +222,14 @@ def copy(
     """
     from trainyard.launch import checkpoints
 
+    if every and step is not None:
+        raise InputError(f"--all: copies every good one; leave out --step {step}, or --all")
     with console(stderr=True).status("copying"):
         destination, s3, *_ = destination_of(job, environment, tenant)
         if s3 is None and to.startswith("s3://") and tenant is not None:
             s3 = _client_of(tenant, environment, to)
         found = checkpoints.list_checkpoints(destination, s3) if every else []
-        asked = [one for one in found if one.is_good] if every else [checkpoints.chosen(destination, s3, step)]
+        asked = [one for one in found if one.is_good] or [checkpoints.chosen(destination, s3, step)]
         uris = checkpoints.copy(destination, s3, asked, to)
     if as_json:
         print_json({"copied": uris})

@@ -62,6 +62,12 @@ class Files(Protocol):
     def is_behind(self, folder: str, others: Iterable[str]) -> bool:
         """Whether it is what one of the others, a link, leads to: with its files theirs would go."""
 
+    def is_same(self, other: "Files") -> bool:
+        """Whether both have one root, however it is written."""
+
+    def refuse_file(self) -> None:
+        """InputError where the root is a file, or can be in none that it names."""
+
     def claimed(self) -> AbstractContextManager[None]:
         """Have the root for this process alone: no job begins to save there meanwhile. InputError where one does.
 
@@ -203,10 +209,20 @@ class _FolderFiles:
     def is_behind(self, folder: str, others: Iterable[str]) -> bool:
         return is_behind(self._root / folder, [self._root / other for other in others])
 
+    def is_same(self, other: Files) -> bool:
+        return isinstance(other, _FolderFiles) and self._root.resolve() == other._root.resolve()
+
+    def refuse_file(self) -> None:
+        for place in (self._root, *self._root.parents):
+            if os.path.isdir(place):  # noqa: PTH112  # of what may not be looked at, who copies will say so
+                return
+            if os.path.exists(place):  # noqa: PTH110
+                raise InputError(f"{place}: is no folder, and nothing can be copied into it; give another one")
+
     @contextmanager
     def claimed(self) -> Iterator[None]:
         path = self._root / _CLAIM
-        made = [place for place in (self._root, *self._root.parents) if not place.exists()]
+        made = [place for place in (self._root, *self._root.parents) if not os.path.lexists(place)]
         descriptor: int | None = None
         is_new = False
         with suppress(OSError):  # where nothing can be written, who copies will say so
@@ -328,6 +344,12 @@ class _S3Files:
 
     def is_behind(self, folder: str, others: Iterable[str]) -> bool:
         return False
+
+    def is_same(self, other: Files) -> bool:
+        return self.root == other.root
+
+    def refuse_file(self) -> None:
+        """A bucket has no folders."""
 
     def claimed(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -290,8 +290,9 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     alone. A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
     source, sink = open_files(destination, s3), open_files(target, s3)
-    if source.root == sink.root:
+    if sink.is_same(source):
         raise InputError(f"{target}: is where the checkpoints are; give another prefix or folder")
+    sink.refuse_file()
     with sink.claimed():
         return _copy_all(source, sink, checkpoints, s3)
 
