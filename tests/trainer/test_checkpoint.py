@@ -31,6 +31,7 @@ from trainer.checkpoint.destination import (
     with_retries,
 )
 from trainer.checkpoint.manifest import commit_marker
+from trainer.checkpoint.saving import Saver
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
@@ -1200,6 +1201,34 @@ def test_room_is_made_by_what_would_go_anyway_never_by_the_only_good_one(
     job.save(4)
     assert job.checkpointer.num_failed_saves == 1
     assert step_names(destination) == {"step-00000003"} and Job(destination, tmp_path).newest() == 3
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])
+def test_a_quota_that_no_disk_tells_of_costs_one_save_and_not_all_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """What a save that failed has left stands in the way of the next, and so does what that would make go."""
+    destination, honest = str(tmp_path / "destination"), Saver._write_own_part
+
+    def write(saver: Saver, save: Any) -> None:
+        if len(step_names(destination)) >= 3:
+            folder = tmp_path / f"destination/checkpoints/step-{save.step:08d}"
+            folder.mkdir()
+            (folder / "__0_0.distcp").write_bytes(b"half")
+            raise OSError(code, os.strerror(code))
+        honest(saver, save)
+
+    monkeypatch.setattr(Saver, "_write_own_part", write)
+    job = Job(destination, tmp_path, keep_last=3)
+    job.save(1, 2, 3, 4)
+    assert job.checkpointer.failed_steps == {4} and step_names(destination) >= {f"step-0000000{n}" for n in (1, 2, 3)}
+    job.save(5)
+    assert job.checkpointer.last_error is None
+    assert step_names(destination) == {f"step-0000000{step}" for step in (2, 3, 5)}
+    monkeypatch.setattr(Saver, "_write_own_part", honest)
+    monkeypatch.setattr(LocalDestination, "put_bytes", _failing(99, permanent=True))
+    job.save(6, 7)
+    assert step_names(destination) >= {f"step-0000000{step}" for step in (2, 3, 5)}, "other errors make no room"
 
 
 def test_a_write_that_fails_half_way_leaves_the_one_before(destination: str, tmp_path: Path) -> None:

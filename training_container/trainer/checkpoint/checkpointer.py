@@ -151,6 +151,8 @@ class Checkpointer:
         self.backpressure_seconds = 0.0
         """The part of blocked_seconds that was spent waiting for the save before."""
         self._figures: dict[str, float] = {}
+        self._met_a_full_disk = False
+        """The last save did, on some rank: of a quota, or of a file system's last inode, no free space tells."""
         self.num_failed_saves = 0
         """Saves that were skipped or not committed."""
         self.failed_steps: set[int] = set()
@@ -264,16 +266,17 @@ class Checkpointer:
     ) -> None:
         items = self._plan.local_items(tensors)
         kept = self._plan.holds(items)
-        votes = self._group.ask_any(not kept, kept and self._lacks_space(step) is not None)
+        votes = self._group.ask_any(not kept, kept and self._lacks_space(step) is not None, self._met_a_full_disk)
         if kept:
             self._host_copy.take(self._plan.mine, tensors)  # while the ranks tell each other; in vain at worst
-        changed, full = votes()
+        changed, full, met_a_full_disk = votes()
         if changed:
             self._plan.make(tensors, items)
             (full,) = self._group.any(self._lacks_space(step) is not None)
         passes_tier = False
-        if full:
+        if full or met_a_full_disk:
             self._make_room(step)
+        if full:
             full, passes_tier = self._is_still_full(step)
         if full:
             # The rank that lacks it has said so.
@@ -361,6 +364,7 @@ class Checkpointer:
         self.last_save_seconds = time.perf_counter() - save.started
         self.last_committed_step = save.step
         self.last_error = None
+        self._met_a_full_disk = False
         self._bad_steps.discard(save.step)
         committed = {"committed_step": save.step, "save_seconds": self.last_save_seconds}
         if self._saver.tier is not None and not save.passes_tier and self.last_local_seconds is not None:
@@ -377,6 +381,7 @@ class Checkpointer:
         self.num_failed_saves += 1
         self.failed_steps.add(step)
         self.last_error = error
+        self._met_a_full_disk = any(os.strerror(code) in error for code in FULL)
         if self._group.rank == 0:
             self._report(f"checkpoint step={step} not committed: {error}; training goes on")
 
