@@ -1231,6 +1231,24 @@ def test_a_quota_that_no_disk_tells_of_costs_one_save_and_not_all_later_ones(
     assert step_names(destination) >= {f"step-0000000{step}" for step in (2, 3, 5)}, "other errors make no room"
 
 
+def test_a_hosts_own_disk_without_room_takes_nothing_from_the_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=3, local_tier=tmp_path / "disk")
+    job.save(1, 2, 3)
+    with monkeypatch.context() as full:
+        full.setattr(Saver, "_write_own_part", write)
+        job.save(4)
+    assert job.said[-2].endswith("saves go to the destination alone from now on")
+    monkeypatch.setattr(LocalDestination, "put_bytes", _failing(99, permanent=True))
+    job.save(5)
+    assert step_names(destination) >= {"step-00000001", "step-00000002", "step-00000003"}
+
+
 def test_a_write_that_fails_half_way_leaves_the_one_before(destination: str, tmp_path: Path) -> None:
     job = Job(destination, tmp_path)
     job.save(1)

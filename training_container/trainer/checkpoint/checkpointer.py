@@ -152,7 +152,8 @@ class Checkpointer:
         """The part of blocked_seconds that was spent waiting for the save before."""
         self._figures: dict[str, float] = {}
         self._met_a_full_disk = False
-        """The last save did, on some rank: of a quota, or of a file system's last inode, no free space tells."""
+        """The last save that began did, on some rank: of a quota, or of a file system's last inode, no free space
+        tells."""
         self.num_failed_saves = 0
         """Saves that were skipped or not committed."""
         self.failed_steps: set[int] = set()
@@ -352,6 +353,7 @@ class Checkpointer:
 
     def _finish(self, save: Save, work: Callable[[Save], str | None]) -> None:
         """Write, hash, upload, commit. In the thread behind when asynchronous."""
+        tier = self._saver.tier
         try:
             error = work(save)
         except Exception as failure:  # a lost peer, or a bug: training decides for itself, a save never ends it
@@ -360,6 +362,8 @@ class Checkpointer:
         shutil.rmtree(self._staging, ignore_errors=True)
         if error is not None:
             self._failed(save.step, error)
+            # A host's own disk that was given up for it says nothing of the destination.
+            self._met_a_full_disk = tier is self._saver.tier and any(os.strerror(code) in error for code in FULL)
             return
         self.last_save_seconds = time.perf_counter() - save.started
         self.last_committed_step = save.step
@@ -381,7 +385,6 @@ class Checkpointer:
         self.num_failed_saves += 1
         self.failed_steps.add(step)
         self.last_error = error
-        self._met_a_full_disk = any(os.strerror(code) in error for code in FULL)
         if self._group.rank == 0:
             self._report(f"checkpoint step={step} not committed: {error}; training goes on")
 
