@@ -406,6 +406,28 @@ def test_odd_numbers_of_a_manifest_are_told(tmp_path: Path, change: dict[str, fl
     assert found.problem.startswith("manifest.json can't be read (OverflowError: ")
 
 
+@pytest.mark.parametrize(
+    "odd", [{"metrics": -1}, {"metrics": "x"}, {"metrics": {"loss": 10**400}}, {"metrics": [1]}, {"job_sha256": []}]
+)
+def test_odd_values_beside_the_tensors_keep_no_other_from_what_is_done_with_it(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    for step in (10, 20, 30):
+        manifest = save(tmp_path, step, metrics={"loss": 1.0 * step}, job="one") / "manifest.json"
+        if step == 20:
+            content = json.loads(manifest.read_bytes())
+            content["extra"] |= odd
+            manifest.write_text(json.dumps(content))
+            digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+            manifest.with_name("COMMITTED").write_text(json.dumps({"manifest_sha256": digest}))
+    found = checkpoints.list_checkpoints(str(tmp_path), None)
+    done = checkpoints.prune(str(tmp_path), None, rules=Retention(1, None, BestSpec(metric="loss")), dry_run=True)
+    assert steps(done.kept) == [10, 30]
+    copied = tmp_path / "copy"
+    assert len(checkpoints.copy(str(tmp_path), None, found[:1], str(copied))) == 1
+    assert len(checkpoints.copy(str(tmp_path), None, found, str(copied))) == 3
+
+
 def record(root: Path, steps: int, *, seconds: float) -> bytes:
     """A run's metrics: the seconds are its own."""
     rows = [{"step": step, "loss": 1 / step, "step_seconds": seconds + step} for step in range(1, steps + 1)]

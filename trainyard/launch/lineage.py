@@ -39,20 +39,25 @@ def refuse_anothers(source: Files, sink: Files, here: Iterable[Saved], there: It
     strangers = [one for one in there if one.manifest_sha256]
     if any(one.manifest_sha256 in own for one in strangers):
         return
-    jobs = {one.extra.get("job_sha256") for one in here if one.manifest_sha256}
+    jobs = {_job_of(one) for one in here if one.manifest_sha256}
     rows, rows_there = _rows_of(source), _rows_of(sink)
     for one in strangers:
         row, row_there = rows.get(one.step), rows_there.get(one.step)
         if row is not None and row_there is not None:
             is_anothers = row[0] != row_there[0] or (row[1] == row_there[1] and row != row_there)
         else:  # the first trainers' manifests don't tell
-            job = one.extra.get("job_sha256")
+            job = _job_of(one)
             is_anothers = job is not None and None not in jobs and job not in jobs
         if is_anothers:
             raise InputError(
                 f"{target}: holds what seem to be another job's checkpoints (step {one.step}), which stay;"
                 " give another prefix or folder"
             )
+
+
+def _job_of(saved: Saved) -> str | None:
+    job = saved.extra.get("job_sha256")
+    return job if isinstance(job, str) else None
 
 
 def _rows_of(files: Files) -> dict[int, tuple[Any, Any, Any]]:

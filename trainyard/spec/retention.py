@@ -54,11 +54,15 @@ class Retention:
         return kept
 
     def value_of(self, extra: Mapping[str, Any]) -> float | None:
-        """What a checkpoint saved as keep_best's metric; None where it has none."""
-        if self.keep_best is None:
+        """What a checkpoint saved as keep_best's metric; None where it has none, or what is none."""
+        metrics = extra.get("metrics")
+        if self.keep_best is None or not isinstance(metrics, Mapping):
             return None
-        value = dict(extra.get("metrics") or {}).get(self.keep_best.metric)
-        return float(value) if isinstance(value, int | float) else None
+        value = metrics.get(self.keep_best.metric)
+        try:
+            return float(value) if isinstance(value, int | float) else None
+        except OverflowError:  # JSON has numbers of any length
+            return None
 
 
 def flat_metrics(row: Mapping[str, Any]) -> dict[str, float]:
