@@ -257,3 +257,18 @@ def test_heads_that_can_not_share_the_hidden_size_are_refused(config: dict[str, 
         shape_from_config(config)
     if config["model_type"] != "gpt2":
         assert shape_from_config({**config, "head_dim": 32}).head_dim == 32
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"])
+@pytest.mark.parametrize("value", [10**10, 10**300])
+def test_a_size_beyond_all_reason_is_refused_at_once(name: str, value: int) -> None:
+    """Layers and experts are counted one by one: such a number would be counted for hours."""
+    with pytest.raises(InputError, match=rf"model.config.{name}: must be a whole number of at most") as caught:
+        shape_from_config({**KNOWN_CONFIGS["qwen3-30b-a3b"], name: value})
+    assert len(str(caught.value)) <= 200
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, ["silu"], 3])
+def test_an_activation_that_is_no_text_is_one_line(value: object) -> None:
+    with pytest.raises(InputError, match=r"model.config.hidden_act: must be a text, e.g. silu"):
+        shape_from_config({**KNOWN_CONFIGS["llama-3.1-8b"], "hidden_act": value})

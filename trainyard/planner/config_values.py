@@ -15,6 +15,16 @@ class NotCoveredError(InputError):
     """A model that there may well be, and that no formula here describes."""
 
 
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "max_window_layers"), 10_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 100_000),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 100_000),
+}
+"""Upper limits of what is counted one by one, layer by layer; far above what anyone has, as `predict` has them."""
+
+MOST_OF_ALL = 10**9
+
+
 def number(config: Config, default: int | None, *names: str) -> int:
     """The first of `names` in the configuration, else the family's default."""
     for name in names:
@@ -22,6 +32,10 @@ def number(config: Config, default: int | None, *names: str) -> int:
         if value is not None:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InputError(f"model.config.{name}: must be a whole number of at least 0 (given: {value!r})")
+            if value > (most := MOST.get(name, MOST_OF_ALL)):
+                raise InputError(
+                    f"model.config.{name}: must be a whole number of at most {most} (given: {value:,})"[:200]
+                )
             return value
     if default is None:
         raise InputError(f"model.config: {names[0]} is missing")

@@ -4,6 +4,7 @@ A key that a configuration leaves out has the default of its family in transform
 """
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -406,6 +407,9 @@ def shape_from_config(config: Config) -> ModelShape:
         close = difflib.get_close_matches(model_type, FAMILIES, n=1)
         known = f"; did you mean {close[0]}?" if close else f" (known are {len(FAMILIES)}, {', '.join(COMMON)}, ...)"
         raise NotCoveredError(f"model.config.model_type {model_type!r}: its sizes can't be planned{known}")
+    for name in ("hidden_act", "hidden_activation"):
+        if not isinstance(config.get(name) or "", str):
+            raise InputError(f"model.config.{name}: must be a text, e.g. silu (given: {config[name]!r})"[:200])
     shape = replace(checked(reader(config)), attention_dropout=_drops_attention(config))
     _check_heads(config, shape)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
@@ -526,8 +530,13 @@ def says_experts(name: str) -> bool:
     text = normal_name(name)
     if EXPERTS.search(text):
         return True
-    routed = (known for known, config in KNOWN_CONFIGS.items() if shape_from_config(config).experts)
-    return "distill" not in text and any(known in text for known in routed)
+    return "distill" not in text and any(known in text for known in _known_of_experts())
+
+
+@functools.cache
+def _known_of_experts() -> frozenset[str]:
+    """Reading all of them takes ten times as long as an estimate."""
+    return frozenset(known for known, config in KNOWN_CONFIGS.items() if shape_from_config(config).experts)
 
 
 def size_of_unknown(name: str) -> float | None:
