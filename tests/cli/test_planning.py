@@ -68,6 +68,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             )
         ),
         (["--search", "--deadline-hours", "0"], "--deadline-hours 0: must be above 0"),
+        (["--search", "--deadline-hours", "inf"], "--deadline-hours inf: must be above 0, and have an end"),
         (["--search", "--max-nodes", "0"], "--max-nodes"),
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else "",

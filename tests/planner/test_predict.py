@@ -487,3 +487,15 @@ def test_an_unknown_name_is_answered_in_a_line_that_can_be_read(asked: dict[str,
     with pytest.raises(InputError, match=words) as caught:
         predict({"model": "llama-3.1-8b", "gpu": "H100", **asked})
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "lacks"), [("V100", "fp16", True), ("H100", "fp32", True), ("A100", "bf16", False)]
+)
+def test_stated_kernels_that_there_are_none_of_are_said(gpu: str, precision: str, lacks: bool) -> None:
+    asked = {"model": "tinyllama-1.1b", "gpu": gpu, "seq": 1024, "precision": precision, "recompute": "full"}
+    told = [
+        note for note in predict({**asked, "attention": "flash_attention_2"}).get("notes", []) if "attention" in note
+    ]
+    assert bool(told) == lacks
+    assert not [note for note in predict(asked).get("notes", []) if "attention" in note], "nobody has stated them"

@@ -57,6 +57,13 @@ def wide_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> fl
     return shares.get(device.generation, constants.ceiling_blackwell) * sustained * device.peak_tflops(precision)
 
 
+def lacks_flash(layout: Layout, device: Gpu) -> bool:
+    """Whether torch has no flash kernel for it: they compute in 16 bits, on NVIDIA's parts since Ampere."""
+    if device.generation == "cdna3":
+        return False
+    return layout.precision in ("fp32", "fp64") or device.generation in PRE_AMPERE
+
+
 class Operators:
     """Seconds of single operators, forward, on one GPU under a layout's engine, precision and year."""
 
@@ -100,20 +107,13 @@ class Operators:
         # Tiles on the diagonal are computed whole.
         causal = 0.5 * (1 + min(1.0, TILE / self.layout.sequence_length)) if is_causal else 1.0
         narrower = (1 + half_head / 128) / (1 + half_head / head_dim)
-        if efficient or self._lacks_flash:
+        if efficient or lacks_flash(self.layout, self.device):
             return causal * flops / (narrower * self._efficient_flops)
         return causal * flops / (self.flash_share() * narrower * self.attention_peak)
 
     @property
     def _is_wide(self) -> bool:
         return self.layout.precision in ("fp32", "fp64")
-
-    @property
-    def _lacks_flash(self) -> bool:
-        """Whether torch has no flash kernel for it: they compute in 16 bits, on NVIDIA's parts since Ampere."""
-        if self.device.generation == "cdna3":
-            return False
-        return self._is_wide or self.device.generation in PRE_AMPERE
 
     @property
     def _efficient_flops(self) -> float:

@@ -38,6 +38,7 @@ from trainyard.planner.layout import (
     Recompute,
 )
 from trainyard.planner.memory import memory
+from trainyard.planner.operators import lacks_flash
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, TORCH_TAKES_CUDNN, Constants
 from trainyard.planner.timing import step_time, time_spread
@@ -211,6 +212,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         _of_model(content),
         _of_heads(question),
         _of_precision(content, question),
+        _of_attention(content, question),
         _of_recomputation(content, question, use.needed),
         _of_nodes(content, question),
     )
@@ -284,6 +286,14 @@ def _of_precision(content: Mapping[str, Any], question: Question) -> str:
     if precision == "fp4" and device.fp4_tflops is None:
         return f"precision fp4: {device.name} has no units for it; this time is that of fp8"
     return ""
+
+
+def _of_attention(content: Mapping[str, Any], question: Question) -> str:
+    """What to say of stated flash kernels that there are none of; "" elsewhere."""
+    stated = str(content.get("attention") or "").lower()
+    if not stated.startswith("flash") or not lacks_flash(question.layout, question.device):
+        return ""
+    return f"attention {stated}: computes in 16 bits, on GPUs since Ampere; torch's memory-efficient kernel is counted"
 
 
 def _of_recomputation(content: Mapping[str, Any], question: Question, needed: float) -> str:

@@ -89,7 +89,7 @@ def search(
     if max_nodes is not None and max_nodes < 1:
         raise InputError(f"--max-nodes {max_nodes}: must be at least 1")
     if deadline_hours is not None and not 0 < deadline_hours < math.inf:
-        raise InputError(f"--deadline-hours {deadline_hours:g}: must be above 0")
+        raise InputError(f"--deadline-hours {deadline_hours:g}: must be above 0, and have an end")
     book = book or todays_book()
     types, left_out = _types(job, instances, region, book)
     on_plan = job.compute.training_plan is not None and types == [_own_type(job)]
