@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,25 @@ def test_the_share_of_the_plan_is_of_the_windows_own_steps(monkeypatch: pytest.M
     rows = [observer.finish_step(step, seconds, phases, tokens=10) for step, seconds in took]
     assert [bool(row) for row in rows] == [False, False, True, False, True]
     assert [row["observed"]["throughput"]["of_plan"] for row in rows if row] == [0.5, 1.0]
+    observer.close()
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "last_step", "told_at"), [(20, 25, [20]), (20, 30, [20, 30]), (5, 12, [5, 10]), (1, 2, [1, 2])]
+)
+def test_a_few_steps_left_at_the_end_make_nobody_a_straggler(
+    every_steps: int, last_step: int, told_at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_two(mine: Figures, everyone: list[Any], **_: Any) -> None:
+        everyone[:] = [mine, replace(mine, own_seconds=2 * mine.own_seconds)]
+
+    monkeypatch.setattr("torch.distributed.gather_object", of_two)
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2, is_first=True, control_group=None, rank=0)
+    observer = Observer(runtime, every_steps=every_steps, last_step=last_step, group=0, expected=Expected())
+    phases = dict.fromkeys(PHASES, 0.0)
+    rows = {step: observer.finish_step(step, 1.0, phases, tokens=10) for step in range(1, last_step + 1)}
+    assert [step for step, row in rows.items() if row and row["observed"]["stragglers"]] == told_at
+    assert rows[last_step]["observed"]["own_seconds"]["max"] == 2.0, "its figures are told all the same"
     observer.close()
 
 

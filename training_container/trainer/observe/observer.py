@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainer.observe.gpu_use import GpuShares, gpu_use_of
 from trainer.observe.memory_use import Growth, MemoryUse
 from trainer.observe.network_use import NetworkUse
-from trainer.observe.stragglers import find_stragglers
+from trainer.observe.stragglers import LEAST_STEPS, find_stragglers
 from trainer.observe.throughput import Expected, throughput
 from trainer.runtime import Runtime
 from trainer.speech import say
@@ -124,7 +124,7 @@ class Observer:
         dist.gather_object(mine, everyone, dst=0, group=self._runtime.control_group)
         if everyone is None:
             return {}
-        found = summary(step, everyone)
+        found = summary(step, everyone, judges=num_steps >= min(LEAST_STEPS, self._every_steps))
         found["peak_bytes"]["planned"] = self._expected.planned_bytes
         return {"observed": {"throughput": rates, **found}}
 
@@ -146,10 +146,14 @@ class Observer:
         return mine
 
 
-def summary(step: int, ranks: Sequence[Figures]) -> dict[str, Any]:
-    """What the row says of all ranks' figures; says stragglers and leaks on stdout."""
+def summary(step: int, ranks: Sequence[Figures], *, judges: bool = True) -> dict[str, Any]:
+    """What the row says of all ranks' figures; says stragglers and leaks on stdout.
+
+    `judges`: the window has enough steps to call a rank slow by them.
+    """
     own = [rank.own_seconds for rank in ranks]
-    stragglers = find_stragglers(own, [rank.host for rank in ranks], [rank.group for rank in ranks])
+    hosts, groups = [rank.host for rank in ranks], [rank.group for rank in ranks]
+    stragglers = find_stragglers(own, hosts, groups) if judges else []
     for straggler in stragglers:
         say(straggler.as_line(step))
     leaks = [

@@ -8,6 +8,9 @@ FACTOR = 1.25
 """So much slower than its peers' median is a straggler: healthy GPUs of one kind differ by a few percent."""
 LEAST_SECONDS = 0.01
 """And by so much more a step: below it, differences are the operating system's."""
+LEAST_STEPS = 10
+"""Of fewer steps, as are left at a job's end, the median is that of chance; a job that is observed more often asks for
+it."""
 
 
 @dataclass(frozen=True)
