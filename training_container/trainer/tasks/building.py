@@ -1,6 +1,7 @@
 """What the tasks with images share: the model's configuration, its weights, their data streams, what they refuse."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +31,11 @@ class ImageData(JobData):
     """What a job with images reads."""
 
     tables: tuple[SampleTable, ...]
-    _bad_rows: dict[str, set[int]] = field(default_factory=dict)
-    _left_out: dict[str, set[int]] = field(default_factory=dict)
-    _named: dict[str, list[str]] = field(default_factory=dict)
+    _bad_rows: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _left_out: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _named: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    _num_told: dict[str, int] = field(default_factory=dict)
+    """How many are left out of this rank's batches, of which all know."""
 
     def describe(self) -> dict[str, Any]:
         """See JobData: samples that were met, by any rank, and left out, by data set; none where nothing was."""
@@ -42,16 +45,25 @@ class ImageData(JobData):
     @property
     def has_news(self) -> bool:
         """See JobData."""
-        return any(table.left_out - self._left_out.get(table.where, set()) for table in self.tables)
+        return any(len(table.left_out) > self._num_told.get(table.where, 0) for table in self.tables)
 
     def gather(self, group: dist.ProcessGroup) -> None:
-        """See JobData: a sample that several ranks have met is one."""
-        mine = {table.where: (set(table.bad_rows), table.left_out, list(table.bad.named)) for table in self.tables}
+        """See JobData: a sample that several ranks have met is one. Sent is what all don't know yet."""
+        mine = {
+            table.where: (
+                set(table.bad_rows) - self._bad_rows[table.where],
+                table.left_out - self._left_out[table.where],
+                list(table.bad.named),
+            )
+            for table in self.tables
+        }
+        self._num_told.update({table.where: len(table.left_out) for table in self.tables})
         all_ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(all_ranks, mine, group=group)
         for where in mine:
             bad_rows, left_out, named = zip(*(rank[where] for rank in all_ranks), strict=True)
-            self._bad_rows[where], self._left_out[where] = set().union(*bad_rows), set().union(*left_out)
+            self._bad_rows[where].update(*bad_rows)
+            self._left_out[where].update(*left_out)
             self._named[where] = [*dict.fromkeys(itertools.chain(*named))]
 
     def check_limits(self) -> None:
