@@ -446,7 +446,7 @@ def test_bad_samples_are_counted_over_all_ranks(tmp_path: Path, monkeypatch: pyt
 
 def test_classes_may_have_names(tmp_path: Path) -> None:
     write_shards(tmp_path / "train", classified(20, seed=1, names=True))
-    (tmp_path / "names.txt").write_text("\n".join(COLOURS) + "\n")
+    (tmp_path / "names.txt").write_text("\ufeff" + "\n".join(COLOURS) + "\n")  # as Windows' editors begin a text
     job = image_job(tmp_path, data={"validation": [], "shuffle": False})
     named = build(image_job(tmp_path, data=job["data"], images={"class_names": str(tmp_path / "names.txt")}), tmp_path)
     labels = torch.cat([batch.labels for batch in named.train.next_step()]).tolist()
@@ -454,6 +454,14 @@ def test_classes_may_have_names(tmp_path: Path) -> None:
     assert labels == [COLOURS.index(sample["cls"].decode()) for sample in list(classified(20, seed=1, names=True))[:16]]
     with pytest.raises(InputError, match=r"its class '.*' is no number"):
         build(job, tmp_path)
+    for content, message in (
+        ("red\n\ngreen\nblue\ngrey\n", r"names\.txt: line 2 is blank, and a class's number is that of its line"),
+        ("red\ngreen\nblue\ngrey\nblack\n", r"names\.txt: has 5 names, and the model tells 4 classes apart"),
+        ("red\ngreen\nblue\nred\n\n \n", r"names\.txt: 'red' stands twice"),
+    ):
+        (tmp_path / "names.txt").write_text(content)
+        with pytest.raises(InputError, match=message):
+            build(image_job(tmp_path, data=job["data"], images={"class_names": str(tmp_path / "names.txt")}), tmp_path)
     bilinear = Image.Resampling.BILINEAR
     known = Classes(
         2, {"cat": 0, "dog": 1, "fish": 2}, Preprocessing(16, IMAGENET_MEAN, IMAGENET_STD, resample=bilinear)

@@ -156,7 +156,7 @@ class ImageClassification(Task):
         images = job.spec.images or ImageSpec()
         config = _config(job)
         known = _preprocessing(job, config)
-        classes = Classes(config.num_labels, _names(images), known)
+        classes = Classes(config.num_labels, _names(images, config.num_labels), known)
 
         def table(sources: Sequence[DataSource], field: str, is_training: bool) -> SampleTable:
             crop_area = images.crop_area if is_training and images.augment else None
@@ -240,18 +240,29 @@ def _preprocessing(job: ResolvedJob, config: PretrainedConfig) -> Preprocessing:
     return Preprocessing.of(job, model_size=config.image_size if config.model_type == "vit" else None)
 
 
-def _names(images: ImageSpec) -> dict[str, int]:
-    """Class names and their numbers, {} where labels are numbers."""
+def _names(images: ImageSpec, num_classes: int) -> dict[str, int]:
+    """Class names and their numbers, which are those of their lines from 0 on; {} where labels are numbers."""
     if images.class_names is None:
         return {}
+    where = f"images.class_names: {images.class_names}"
     try:
-        lines = Path(images.class_names).read_text(encoding="utf-8").splitlines()
+        lines = Path(images.class_names).read_text(encoding="utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"images.class_names: {images.class_names}: can't be read ({error})") from None
-    names = [line.strip() for line in lines if line.strip()]
+        raise InputError(f"{where}: can't be read ({error})") from None
+    names = [line.strip() for line in lines]
+    if "" in names:
+        raise InputError(
+            f"{where}: line {names.index('') + 1} is blank, and a class's number is that of its line: name it, or"
+            " take it out"
+        )
+    if len(names) > num_classes:
+        raise InputError(
+            f"{where}: has {len(names)} names, and the model tells {num_classes} classes apart: make images.num_classes"
+            " and the names agree"
+        )
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"images.class_names: {images.class_names}: {twice!r} stands twice; keep one")
+        raise InputError(f"{where}: {twice!r} stands twice; keep one")
     return {name: number for number, name in enumerate(names)}
 
 
