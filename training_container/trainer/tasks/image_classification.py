@@ -101,7 +101,7 @@ def _stated_label(members: dict[str, bytes]) -> str:
     """The text of `cls`, else `label` in `json`."""
     try:
         if "cls" in members:
-            return members["cls"].decode("utf-8").strip()
+            return members["cls"].decode("utf-8-sig").strip()
         if "json" in members:
             content = json.loads(members["json"])
             if isinstance(content, dict) and isinstance(content.get("label"), str | int):

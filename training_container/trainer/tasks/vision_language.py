@@ -177,7 +177,7 @@ def _stated_text(members: dict[str, bytes]) -> dict[str, Any]:
                 return content
             raise BadRecordError("its json must be an object")
         if "txt" in members:
-            return {"caption": members["txt"].decode("utf-8").strip()}
+            return {"caption": members["txt"].decode("utf-8-sig").strip()}
     except ValueError:
         raise BadRecordError("its text is not UTF-8, or its json is broken") from None
     raise BadRecordError(f"has no text: no json and no txt, only {', '.join(sorted(members))}")
