@@ -16,7 +16,7 @@ from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.vision_language import Conversations, ImageTokens
 from trainer_testing.image_shards import captioned, classified, write_shards
-from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, SIGLIP_QWEN, resolved, save_source, vlm_job
+from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, SIGLIP_QWEN, resolved, save_source, vlm_job, with_words
 from trainer_testing.pool import run_pooled
 from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import rows_of
@@ -277,6 +277,10 @@ def cut(ids: list[int], config: Any) -> tuple[list[int], list[int]]:
         ),
         ({"model": {"config": CLIP_LLAMA | {"image_token_index": 999}}}, ["image_token_index 999", "258"]),
         ({"images": {"size": 32}}, ["images.size: 32: the model takes 16"]),
+        (
+            {"model": {"config": with_words(CLIP_LLAMA, 100)}},
+            ["vocab_size is 100", "ids go up to 256", "set model.config.text_config.vocab_size to at least 257"],
+        ),
     ],
 )
 def test_refusals_are_one_line(changes: dict[str, Any], words: list[str], shards: Path, tmp_path: Path) -> None:

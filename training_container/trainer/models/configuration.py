@@ -252,10 +252,10 @@ def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:
         return None
 
 
-def check_vocabulary(config: PretrainedConfig, size: int) -> None:
-    """InputError for a language model with fewer rows than the data has ids."""
+def check_vocabulary(config: PretrainedConfig, size: int, *, field: str = "model.config.vocab_size") -> None:
+    """InputError for a language model with fewer rows than the data has ids; `field`: where a job states them."""
     if config.vocab_size < size:
         raise InputError(
             f"model vocab_size is {config.vocab_size}, but the data's ids go up to {size - 1}:"
-            f" set model.config.vocab_size to at least {size}, or use the model's own tokenizer"
+            f" set {field} to at least {size}, or use the model's own tokenizer"
         )

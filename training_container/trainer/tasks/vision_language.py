@@ -27,6 +27,7 @@ from trainer.data.tokenizer import JsonTokenizer, TextTokenizer, tokenizer_file_
 from trainer.losses.token_loss import next_token_loss_sum
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES
+from trainer.models.configuration import check_vocabulary
 from trainer.tasks.base import Task
 from trainer.tasks.building import config_of, finished, image_data, outlined
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
@@ -249,6 +250,7 @@ class VisionLanguage(Task):
     ) -> JobData:
         """See Task."""
         spec, config, tokenizer = job.spec, _config(job), _with_mark(tokenizer_of(job.spec))
+        check_vocabulary(config.text_config, tokenizer.vocab_size, field="model.config.text_config.vocab_size")
         known = Preprocessing.of(job, model_size=config.vision_config.image_size)
         conversations = Conversations(tokenizer, chat_template_of(spec.data.chat_template, tokenizer_file_of(spec)))
         mark = tokenizer.encode_batch([IMAGE_MARK])[0].astype(np.int64)
