@@ -196,6 +196,9 @@ def test_the_mark_becomes_as_many_tokens_as_the_tower_gives(tmp_path: Path) -> N
     for other in ([1, 7], [7, 8, 7, 8], [7]):
         with pytest.raises(BadRecordError, match="times <image>"):
             image.expanded(np.array(other), np.zeros(len(other), dtype=bool))
+    for other in ([300, 7, 8], [1, 7, 8, 300]):  # the model would count more image tokens than it has features for
+        with pytest.raises(BadRecordError, match=r"its text has the token 300, which stands for images"):
+            image.expanded(np.array(other), np.zeros(len(other), dtype=bool))
 
 
 def like_qwens(folder: Path) -> Path:

@@ -76,6 +76,10 @@ class ImageTokens:
         if len(places) != 1:
             raise BadRecordError(f"its text has {len(places)} times {IMAGE_MARK} as tokens; a sample has one image")
         before, after = places[0], places[0] + length
+        if self.token_id in ids[:before] or self.token_id in ids[after:]:
+            raise BadRecordError(
+                f"its text has the token {self.token_id}, which stands for images in the model (image_token_index)"
+            )
         image = np.full(self.count, self.token_id, dtype=np.int64)
         return (
             np.concatenate([ids[:before], image, ids[after:]]),
