@@ -15,7 +15,7 @@ from trainer.tasks import task_of
 from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.families import FAMILIES
 from trainer_testing.image_shards import CONVNEXT, RESNET, VIT, image_job
-from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, vlm_job
+from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, TOWER, vlm_job
 from trainer_testing.tiny import tiny_job
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -401,6 +401,10 @@ def test_an_adapter_of_layers_that_are_not_there_is_said_before_data_is_read(
     assert re.search(r"^model\.adapter\.targets: q_proj: no linear layer .* in phi3; it has .*qkv_proj", told)
 
 
+def _tower(**vision_config: Any) -> dict[str, Any]:
+    return CLIP_LLAMA | {"vision_config": TOWER | {"model_type": "clip_vision_model"} | vision_config}
+
+
 def _llava(**text_config: Any) -> dict[str, Any]:
     return CLIP_LLAMA | {"text_config": LANGUAGE | {"model_type": "llama"} | text_config}
 
@@ -412,6 +416,7 @@ def _llava(**text_config: Any) -> dict[str, Any]:
         (image_job, VIT | {"num_attention_heads": 0}, r"^model\.config\.num_attention_heads: must be a whole number"),
         (image_job, CONVNEXT | {"num_stages": 3}, r"no convnext can be built of it \(list index out of range\)"),
         (image_job, RESNET | {"depths": [1]}, r"a picture of 16 x 16 pixels can't go through such a resnet"),
+        (image_job, VIT | {"num_channels": 1}, r"a picture of 16 x 16 pixels can't go through such a vit \(Make sure"),
         (image_job, VIT | {"patch_size": 32}, r"a picture of 16 x 16 pixels can't go through such a vit"),
         pytest.param(
             image_job,
@@ -424,6 +429,13 @@ def _llava(**text_config: Any) -> dict[str, Any]:
         (vlm_job, _llava(num_key_value_heads=3), r"text_config\.num_key_value_heads is 3, which must divide"),
         (vlm_job, _llava(pad_token_id=5000), "pad_token_id, which must be below vocab_size"),
         (vlm_job, CLIP_LLAMA | {"vision_feature_layer": 7}, r"vision_feature_layer 7: the tower has 2 layers"),
+        (vlm_job, CLIP_LLAMA | {"vision_feature_layer": 0}, r"layer 0: .* must be 1 to 2, or -3 to -1 from the end"),
+        (
+            vlm_job,
+            _tower(num_channels=1),
+            r"a picture of 16 x 16 pixels can't go through such a llava \(Invalid channel",
+        ),
+        (vlm_job, _tower(patch_size=32), r"a picture of 16 x 16 pixels can't go through such a llava"),
     ],
 )
 def test_so_are_models_of_tasks_with_images(

@@ -134,6 +134,19 @@ def outlined(
     return model
 
 
+def try_picture(model: PreTrainedModel, size: int, see: Callable[[PreTrainedModel, torch.Tensor], Any]) -> None:
+    """InputError where `see(model, picture)` fails for a new model: that its stages don't fit each other, or the
+    picture of `size` pixels a side, nothing else tells before the first step. No number is computed."""
+    picture = torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype, device="meta")
+    try:
+        see(model.to("meta").eval(), picture)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise InputError(
+            f"model.config: a picture of {size} x {size} pixels can't go through such a {model.config.model_type}"
+            f" ({one_line(error)}); make its sizes, those of its stages and images.size fit each other"
+        ) from None
+
+
 def finished(model: PreTrainedModel, job: ResolvedJob) -> PreTrainedModel:
     """`model`, its parameters an outline in the types that they are trained in."""
     fuse_norms(model)

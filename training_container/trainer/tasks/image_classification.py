@@ -13,10 +13,9 @@ from transformers import AutoModelForImageClassification, PretrainedConfig, PreT
 
 from trainer.data import IGNORED_LABEL, JobData, part_cache
 from trainer.data.bad_records import BadRecordError
-from trainer.models.configuration import one_line
 from trainer.tasks.base import Task
 from trainer.tasks.batch_norm import replace_batch_norms
-from trainer.tasks.building import config_of, finished, image_data, outlined
+from trainer.tasks.building import config_of, finished, image_data, outlined, try_picture
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
@@ -136,18 +135,11 @@ class ImageClassification(Task):
             )
 
     def check_model(self, job: ResolvedJob) -> None:
-        """See Task. A picture without values goes through it: that stages don't fit each other nothing else tells."""
-        if job.spec.model.config is None:
-            return
-        model = self.build_model(job).to("meta").eval()
-        size = _preprocessing(job, model.config).size
-        try:
-            model(pixel_values=torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype, device="meta"))
-        except (RuntimeError, IndexError) as error:
-            raise InputError(
-                f"model.config: a picture of {size} x {size} pixels can't go through such a {model.config.model_type}"
-                f" ({one_line(error)}); make its sizes, those of its stages and images.size fit each other"
-            ) from None
+        """See Task."""
+        if job.spec.model.config is not None:
+            model = self.build_model(job)
+            size = _preprocessing(job, model.config).size
+            try_picture(model, size, lambda model, picture: model(pixel_values=picture))
 
     def build_data(
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path

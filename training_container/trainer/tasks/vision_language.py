@@ -29,7 +29,7 @@ from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES
 from trainer.models.configuration import check_vocabulary
 from trainer.tasks.base import Task
-from trainer.tasks.building import config_of, finished, image_data, outlined
+from trainer.tasks.building import config_of, finished, image_data, outlined, try_picture
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
@@ -249,6 +249,13 @@ class VisionLanguage(Task):
         """See Task."""
         _check_config(_config(job), job)
 
+    def check_model(self, job: ResolvedJob) -> None:
+        """See Task."""
+        if job.spec.model.config is not None:
+            model = self.build_model(job)
+            size = model.config.vision_config.image_size
+            try_picture(model, size, lambda model, picture: model.get_image_features(pixel_values=picture))
+
     def build_data(
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path
     ) -> JobData:
@@ -353,10 +360,10 @@ def _check_config(config: PretrainedConfig, job: ResolvedJob) -> None:
     if not isinstance(config.vision_feature_layer, int):
         raise InputError(f"{where}: vision_feature_layer must be one layer, is {config.vision_feature_layer}")
     layers, heads = config.vision_config.num_hidden_layers, config.text_config.num_attention_heads
-    if not -layers - 1 <= config.vision_feature_layer <= layers:
+    if config.vision_feature_layer == 0 or not -layers - 1 <= config.vision_feature_layer <= layers:
         raise InputError(
             f"{where}: vision_feature_layer {config.vision_feature_layer}: the tower has {layers} layers, so it must be"
-            f" {-layers - 1} to {layers}"
+            f" 1 to {layers}, or {-layers - 1} to -1 from the end"
         )
     if heads % config.text_config.num_key_value_heads:
         raise InputError(
