@@ -602,6 +602,31 @@ def test_what_the_broker_refused_the_resumer_is_free_at_once(cloud: Submitting) 
     expect_what_runs_to_be_what_the_record_says(cloud, 5)
 
 
+def test_who_resumes_as_it_is_what_the_resumer_is_submitting_has_the_same_attempt(cloud: Submitting) -> None:
+    before = read(cloud.store).spec.compute.max_hours
+    cloud.meanwhile.append(lambda: Person(cloud).resume())
+    assert cloud.resume(1) == {"submitted": "yes"}
+    assert read(cloud.store).attempt.number == 2 and read(cloud.store).attempt.submitted_at
+    assert [state.state for state in read(cloud.store).states].count("Submitted") == 1
+    expect_what_runs_to_be_what_the_record_says(cloud, before)
+
+
+def test_of_two_events_at_once_the_one_that_is_refused_does_not_free_the_attempt(cloud: Submitting) -> None:
+    before = read(cloud.store).spec.compute.max_hours
+
+    def others() -> None:
+        cloud.answer = {"refused": "try again", "by": "aws", "code": "Busy"}
+        with pytest.raises(RuntimeError, match="the broker did not submit it"):
+            cloud.resume(1)
+        cloud.answer = {"submitted": "yes"}
+        with pytest.raises(InputError, match="somebody else has just resumed it"):
+            Person(cloud).resume(hours=5)
+
+    cloud.meanwhile.append(others)
+    assert cloud.resume(1) == {"submitted": "yes"}
+    expect_what_runs_to_be_what_the_record_says(cloud, before)
+
+
 def test_a_broker_that_did_not_answer_may_be_at_it(cloud: Submitting) -> None:
     def away() -> None:
         raise TimeoutError

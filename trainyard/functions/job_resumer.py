@@ -164,6 +164,8 @@ class Records:
 
     def __init__(self, s3: Any, bucket: str) -> None:
         self._s3, self._bucket = s3, bucket
+        self.begun_before: str | None = None
+        """Since when somebody else may be submitting the attempt that is submitted here."""
 
     def read(self, job_id: str) -> tuple[dict[str, Any], str]:
         """The record, and its version."""
@@ -203,8 +205,15 @@ class Records:
         self._change(submitted, change)
 
     def take_back(self, refused: dict[str, Any]) -> None:
-        """Write down that the newest attempt of that record isn't being submitted: who will may change it."""
-        self._change(refused, lambda record: handed_over(record, None))
+        """Write down that the newest attempt of that record isn't being submitted here: who will may change it, if
+        nobody else is at it."""
+        at = refused["attempts"][-1].get("handed_over_at")
+
+        def change(record: dict[str, Any]) -> dict[str, Any]:
+            is_last = record["attempts"][-1].get("handed_over_at") == at
+            return handed_over(record, self.begun_before) if is_last else record
+
+        self._change(refused, change)
 
     def _change(self, written: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Change the record, where its newest attempt still is the one that was written, and not submitted."""
@@ -268,6 +277,7 @@ def _next_attempt(
             if not is_ours(record, name):
                 return record, "somebody has resumed it"
             # An event may come twice, and this function may have died in between.
+            records.begun_before = record["attempts"][-1].get("handed_over_at")
             record = handed_over(record, _now())
             if "claim" not in record["attempts"][-1] or records.replace(record, version):
                 return record, ""
