@@ -619,6 +619,31 @@ def test_a_full_disk_leaves_the_good_one_and_not_its_other_name(
     assert step_names(destination) == {"step-00000010"} and Job(destination, tmp_path).newest() == 10
 
 
+@pytest.mark.parametrize("damage", ["another name", "no manifest", "short"])
+def test_what_is_no_checkpoint_at_the_destination_hides_none_on_the_hosts_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, local_tier=tmp_path / "disk")
+    job.save(10)
+    with monkeypatch.context() as away:
+        away.setattr(LocalDestination, "put_file", _failing(99, permanent=True))
+        job.save(20)
+    assert job.checkpointer.last_error is not None
+    folder = alias(destination, 30, of=10)
+    if damage != "another name":
+        shutil.rmtree(folder)
+        other = Job(str(tmp_path / "other"), tmp_path)
+        other.save(30)
+        shutil.move(tmp_path / "other/checkpoints/step-00000030", folder)
+        (folder / "manifest.json").unlink() if damage == "no manifest" else os.truncate(folder / "__0_0.distcp", 10)
+    resumed = Job(destination, tmp_path, local_tier=tmp_path / "disk")
+    assert resumed.newest() == 20
+    resumed.checkpointer.wait()
+    assert resumed.checkpointer.last_error is None and resumed.checkpointer.last_committed_step == 20
+    assert 20 in [one.step for one in list_checkpoints(destination, None) if one.is_good], "it is sent there"
+
+
 def test_the_best_is_not_its_copy_under_an_older_steps_name(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
     job = Job(destination, tmp_path, keep_last=1, keep_best=BestSpec(metric="validation_loss"))

@@ -35,12 +35,10 @@ from trainer.checkpoint.host_copy import HostCopy, SharedPlan
 from trainer.checkpoint.index import INDEX, parse_index
 from trainer.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from trainer.checkpoint.manifest import (
-    COMMITTED,
     FOLDER,
     PREVIOUS_STEP,
     ManifestError,
     step_folder,
-    step_of,
 )
 from trainer.checkpoint.needs import Needs
 from trainer.checkpoint.reading import AlteredError, left_weights, mismatch, weights_asked_for, without_unsaved
@@ -502,9 +500,7 @@ class Checkpointer:
         return run if error is None else None
 
     def _newest_at_destination(self) -> int:
-        names = self._retry("listing", lambda: self._destination.sizes(FOLDER))
-        steps = [step_of(name) for name in names if name.endswith(f"/{COMMITTED}")]
-        return max((step for step in steps if step is not None), default=0)
+        return self._delivery.newest()
 
     def open_step(self, step: int | None) -> OpenStep | None:
         """That step's checkpoint, or the newest committed one, to read single tensors of; None if there is none."""

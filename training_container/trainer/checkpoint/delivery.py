@@ -159,6 +159,15 @@ class Delivery:
         if (place := self._destination.folder(folder)) is not None:
             _remove_empty(place)
 
+    def newest(self) -> int:
+        """The newest step that its manifest says is there, or that can't be read now; 0: there is none (first rank)."""
+        there = _by_step(self._retry("listing", lambda: self._destination.sizes(FOLDER)))
+        for step in sorted((step for step, sizes in there.items() if COMMITTED in sizes), reverse=True):
+            look = self._look(step)
+            if look.is_unknown or look.is_whole(there[step]):
+                return step
+        return 0
+
     def prune(self, newest: int) -> None:
         """Remove what retention no longer keeps when `newest` is committed, or about to be (first rank)."""
         error = attempted(lambda: self._remove_expired(newest))
@@ -200,7 +209,7 @@ class Delivery:
                 look = self._look(step)
             if look.is_unknown:
                 unknown.add(step)
-            elif look.sizes is not None and problem_with_sizes(look.sizes, sizes) is None:
+            elif look.is_whole(sizes):
                 good[step] = look.value
         return good, unknown
 
@@ -240,6 +249,10 @@ class _Look:
     """Of keep_best's metric."""
     is_unknown: bool = False
     """It can't be read now, or not by this trainer: neither counted on nor removed."""
+
+    def is_whole(self, there: Mapping[str, int]) -> bool:
+        """Whether these files, name -> bytes, are what it promises."""
+        return self.sizes is not None and problem_with_sizes(self.sizes, there) is None
 
 
 def _by_step(names: Mapping[str, int]) -> dict[int, dict[str, int]]:
