@@ -150,8 +150,8 @@ class Checkpointer:
         """The part of blocked_seconds that was spent waiting for the save before."""
         self._figures: dict[str, float] = {}
         self._met_a_full_disk = False
-        """The last save that began did, on some rank: of a quota, or of a file system's last inode, no free space
-        tells."""
+        """A save of this attempt did, on some rank: of a quota, or of a file system's last inode, no free space tells,
+        and most likely the next save would meet it, too."""
         self.num_failed_saves = 0
         """Saves that were skipped or not committed."""
         self.failed_steps: set[int] = set()
@@ -361,12 +361,11 @@ class Checkpointer:
         if error is not None:
             self._failed(save.step, error)
             # A host's own disk that was given up for it says nothing of the destination.
-            self._met_a_full_disk = tier is self._saver.tier and any(os.strerror(code) in error for code in FULL)
+            self._met_a_full_disk |= tier is self._saver.tier and any(os.strerror(code) in error for code in FULL)
             return
         self.last_save_seconds = time.perf_counter() - save.started
         self.last_committed_step = save.step
         self.last_error = None
-        self._met_a_full_disk = False
         self._bad_steps.discard(save.step)
         committed = {"committed_step": save.step, "save_seconds": self.last_save_seconds}
         if self._saver.tier is not None and not save.passes_tier and self.last_local_seconds is not None:
