@@ -598,13 +598,18 @@ def test_a_source_that_its_job_removes_meanwhile_is_told(tmp_path: Path, monkeyp
     assert not (tmp_path / "b").exists()
 
 
-def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json", "COMMITTED"])
+def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    honest, left = checkpoint_files._mark, [KeyboardInterrupt()]
+
+    def interrupt(path: Path) -> str:
+        if path.name == name and left:  # it is written
+            raise left.pop()
+        return honest(path)
 
     save(tmp_path / "a", 10)
     found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
-    monkeypatch.setattr(checkpoints, "sha256", once(interrupt))
+    monkeypatch.setattr(checkpoint_files, "_mark", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
     assert not (tmp_path / "b").exists()

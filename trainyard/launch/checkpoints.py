@@ -342,8 +342,10 @@ class _Alone:
         """Write a step's marker; JobFailedError where somebody else has written anything there meanwhile."""
         self._refuse_others()
         name = f"{_step_folder(step)}/{_MARKER}"
+        self._taken[name] = None  # who is interrupted from here on leaves no marker
         mark = self.sink.write_new(name, marker)
         if mark is None:
+            del self._taken[name]
             raise self._refusal(name)
         self._taken[name] = mark
         self._refuse_others()
