@@ -19,11 +19,12 @@ from launch_testing import job_content
 from trainyard.errors import InputError, JobFailedError
 from trainyard.kept_room import keep_room
 from trainyard.launch import launch_here, local_backend, local_supervisor, watch
+from trainyard.launch.launcher import new_record
 from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.local_supervisor import failure_reason
 from trainyard.launch.record import FolderRecordStore
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec, ModelSpec
+from trainyard.spec.job import JobSpec, ModelSpec, ResolvedJob
 
 TRAINER = """
 import argparse, json, os, pathlib, signal, sys, time
@@ -159,6 +160,37 @@ def test_a_stopped_job_has_saved_and_resumes(place: Path, tmp_path: Path) -> Non
     wait_until(lambda: watch.status(store, backend, record.job_id).finished)
     assert watch.status(store, backend, record.job_id).state == "Completed"
     assert "resumed step=1" in log.read_text()
+
+
+def test_a_job_whose_folder_was_moved_is_not_begun_anew(job: JobSpec, resolved: ResolvedJob, tmp_path: Path) -> None:
+    """With the checkout that it was launched from, most often: its record has the place where they were."""
+    before, now, job_id = tmp_path / "before", tmp_path / "now", "local-tiny-20260131120000-1a2b"
+    checkpoint = resolved.spec.checkpoint.model_copy(update={"destination": str(before / job_id)})
+    spec = resolved.spec.model_copy(update={"checkpoint": checkpoint})
+    record = new_record(
+        job,
+        resolved.model_copy(update={"spec": spec}),
+        job_id=job_id,
+        backend="local",
+        environment=None,
+        plan={},
+        image=None,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
+    (before / job_id / "checkpoints").mkdir(parents=True)
+    LocalBackend(before).check(record.with_next_attempt())
+    before.rename(now)
+    told = (
+        rf"{job_id}: its checkpoints are in {now / job_id}, and its record says {before / job_id}: .*move it back, or"
+    )
+    for refuses in (LocalBackend(now).check, lambda record: LocalBackend(now).submit(record, print)):
+        with pytest.raises(InputError, match=told):
+            refuses(record.with_next_attempt())
+    assert not before.exists()
+    before.symlink_to(now)
+    LocalBackend(now).check(record.with_next_attempt())
 
 
 def test_a_resume_waits_for_the_end_of_the_supervisor_before(

@@ -22,6 +22,7 @@ from typing import Any
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.checkpoint_files import FOLDER as CHECKPOINTS
 from trainyard.launch.record import JobRecord, StateChange
 from trainyard.launch.session import checkout_root
 
@@ -36,13 +37,15 @@ class LocalBackend:
         self._folder = folder
 
     def check(self, record: JobRecord) -> None:
-        """This machine needs a trainer, and no more."""
+        """This machine needs a trainer, and a job that is resumed its checkpoints."""
         check_trainer()
+        self._refuse_moved(record)
 
     def submit(self, record: JobRecord, say: Say) -> None:
         """Start the supervisor in the background; an attempt that was started already is left alone."""
         directory = self._folder / record.job_id
         check_trainer()
+        self._refuse_moved(record)
         with (directory / "submit.lock").open("a") as lock:
             # Of two that submit one attempt at once, the second waits, and finds it started.
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -51,6 +54,17 @@ class LocalBackend:
             count = record.resolved.world_size
             say(f"starting {count} {'process' if count == 1 else 'processes'} on this machine")
             self._start(record, directory)
+
+    def _refuse_moved(self, record: JobRecord) -> None:
+        """InputError where the job's folder was moved with its checkpoints: at the place it knows it began anew."""
+        known, here = Path(record.checkpoint_destination), self._folder.absolute() / record.job_id
+        is_there = "://" in record.checkpoint_destination or (known / CHECKPOINTS).exists()
+        if record.attempt.number > 1 and not is_there and (here / CHECKPOINTS).is_dir():
+            raise InputError(
+                f"job {record.job_id}: its checkpoints are in {here}, and its record says {known}: its folder was"
+                f" moved, and it would begin anew; move it back, or link it: mkdir -p {known.parent};"
+                f" ln -s {here} {known}"
+            )
 
     def _start(self, record: JobRecord, directory: Path) -> None:
         (directory / "resolved_job.json").write_text(record.resolved.model_dump_json(indent=1), encoding="utf-8")
