@@ -451,6 +451,25 @@ def test_who_joins_a_submission_and_is_refused_does_not_free_the_attempt_for_oth
     assert cluster.taken == {f"{JOB_ID}-r2": 1}
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), AwsAwayError("no answer"), AwayError("no answer")])
+def test_what_was_broken_off_without_an_answer_may_run_and_is_changed_by_nobody(
+    store: FolderRecordStore, end: BaseException
+) -> None:
+    """The broker, or the cluster, may be at it: what it starts has the settings that it was told."""
+
+    class Slow(Cluster):
+        def submit(self, record: JobRecord, say: Say) -> None:
+            raise end
+
+    with pytest.raises(type(end)):
+        watch.resume(store, Slow(), JOB_ID, revise=hours(1))
+    cluster = Cluster()
+    with pytest.raises(InputError, match=r"being submitted since .* If that command was killed: --force"):
+        watch.resume(store, cluster, JOB_ID, revise=hours(3))
+    assert watch.resume(store, cluster, JOB_ID).spec.compute.max_hours == 1, "as it is, anybody may submit it"
+    assert cluster.taken == {f"{JOB_ID}-r2": 1}
+
+
 def test_who_takes_up_what_a_killed_one_left_has_the_same_minutes_for_it(store: FolderRecordStore) -> None:
     cluster, told = Cluster(), list[str]()
     left_behind(store, cluster)

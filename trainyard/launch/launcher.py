@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from trainyard import planner
-from trainyard.errors import InputError, JobFailedError, TrainyardError
+from trainyard.errors import AwsAwayError, InputError, JobFailedError, TrainyardError
 from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
-from trainyard.launch.backend import Backend, Say, say_nothing
+from trainyard.launch.backend import Backend, Say, SilentError, say_nothing
 from trainyard.launch.channels import build_inputs, is_streamed
 from trainyard.launch.contract import read_image
 from trainyard.launch.local_backend import LocalBackend, check_trainer, has_trainer
@@ -365,9 +365,11 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
     record = update(store, job_id, handed_over).record
     try:
         cluster = backend.submit(record, say) or ""
-    except BaseException:
-        with contextlib.suppress(TrainyardError, OSError):  # of the two the first error is the one to tell
-            update(store, job_id, taken_back)
+    except TrainyardError as error:
+        # Who was broken off without an answer, by Ctrl-C too, may have begun something that has these settings.
+        if not isinstance(error, AwsAwayError | SilentError):
+            with contextlib.suppress(TrainyardError, OSError):  # of the two the first error is the one to tell
+                update(store, job_id, taken_back)
         raise
 
     def confirmed(current: JobRecord) -> JobRecord:
