@@ -1,0 +1,208 @@
+"""What a request's framework and its version say: engine, kernels, numerics, era, and what is usual there."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, cast, get_args
+
+from trainyard.errors import InputError
+from trainyard.hardware import Gpu, instance, instance_types
+from trainyard.planner.constants import has_hopper_workspaces
+from trainyard.planner.layout import (
+    Engine,
+    Library,
+    Masters,
+    Method,
+    Rank,
+)
+from trainyard.planner.request_fields import Fields
+from trainyard.planner.shapes import ModelShape
+from trainyard.planner.time_constants import TORCH_TAKES_CUDNN
+
+ATTENTIONS = ("flash", "flash_attention_2", "flash_attention_3", "unfused", "eager")
+"""What `attention` may say: fused, with Ampere's kernels or Hopper's own, its matrix kept, and kept in fp32 as well."""
+
+MASTERS = ("none", "weights", "copy")
+"""Where a request's weights are in fp32: nowhere, as they are, or as a copy beside narrow ones."""
+
+SHARDING = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def engine_of(fields: Fields, gpus: int, split: int) -> Engine:
+    """Whose training state and kernels: by the framework's name, else by the layout, `split` over TP, PP and CP."""
+    text = fields.text("framework").lower()
+    known: tuple[tuple[str, Engine], ...] = (
+        ("automodel", "torch"),
+        ("deepspeed", "deepspeed"),
+        ("megatron", "megatron"),
+        ("nemo", "megatron"),
+        ("nanotron", "megatron"),
+        ("megascale", "megatron"),
+        ("litgpt", "plain"),
+        ("torchtune", "plain"),
+        ("unsloth", "plain"),
+        ("peft", "plain"),
+        ("transformers", "plain"),
+        ("hugging", "plain"),
+    )
+    if "megatron-deepspeed" in text:
+        return "megatron"
+    for word, engine in known:
+        if word in text:
+            return engine
+    if text:
+        return "torch"
+    if split > 1:
+        return "megatron"
+    sharding = fields.choice("sharding", "none", SHARDING)
+    if sharding in ("zero1", "zero2"):
+        return "deepspeed"
+    return "plain" if gpus == 1 or fields.text("method") in ("lora", "qlora") else "torch"
+
+
+def has_flash(fields: Fields) -> bool:
+    """Attention kept its matrix in frameworks before FlashAttention (2022)."""
+    text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
+    year = re.search(r"\b20(19|20|21|22)\b", text)
+    return not (year or "megatron-deepspeed" in text)
+
+
+RECIPES = ("nemo", "bridge")
+"""Words of frameworks whose recipes all have Megatron's distributed optimizer."""
+
+OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
+"""Words of a framework that says transformers, whose norms, rotations or losses are kernels of their own."""
+
+
+def says(text: str, word: str) -> bool:
+    """Whether a framework's words have one and don't deny it: "Liger kernels", not "no Liger kernels", "uncompiled"."""
+    return word in text and not _denies(text, word)
+
+
+def _denies(text: str, word: str) -> bool:
+    before = r"\b(no|not|non|without|un)[\s-]*((torch|fused)[.\s-]*)?"
+    after = r"\w*(\s+kernels?)?\s+(off|disabled)\b"
+    return re.search(rf"{before}{word}|{word}{after}", text) is not None
+
+
+def _runs_unfused(text: str, engine: Engine, library: str) -> bool:
+    """A kernel for each operation: transformers' layers, and a loop of one's own that says it isn't compiled."""
+    own_loop = engine in ("torch", "plain") and not library and _denies(text, "compile")
+    return own_loop or (library == "transformers" and not any(says(text, word) for word in OWN_KERNELS))
+
+
+def liger_chunk_tokens(tokens: int, shape: ModelShape) -> int:
+    """Of a micro-batch of `tokens`, how many Liger's fused loss makes logits of at a time: the tokens over how often
+    the hidden states' width goes into the vocabulary, rounded up to a power of two (linkedin/Liger-Kernel,
+    fused_linear_cross_entropy; arXiv:2410.10989)."""
+    share = math.ceil(tokens / math.ceil(shape.vocab / shape.hidden))
+    return min(tokens, 1 << (share - 1).bit_length())
+
+
+def words_of(fields: Fields) -> str:
+    """Framework and version, in small letters."""
+    return f"{fields.text('framework')} {fields.text('framework_version')}".lower()
+
+
+def kernels_of(fields: Fields, device: Gpu, engine: Engine, method: Method) -> dict[str, Any]:
+    """Which kernels save what: of the framework, its era, and the generation of the GPU."""
+    text = words_of(fields)
+    year = re.search(r"\b20(\d\d)\b", text)
+    deterministic = fields.flag("deterministic", False)
+    attention = fields.choice("attention", "flash" if has_flash(fields) else "unfused", ATTENTIONS)
+    library = next((name for name in ("litgpt", "transformers", "nanotron", "torchtune") if name in text), "")
+    if engine == "plain" and not library and any(word in text for word in ("peft", "unsloth", "hugging")):
+        library = "transformers"
+    return {
+        # Before flash attention, models were trained with dropout.
+        "dropout": fields.flag("dropout", engine == "megatron" and not has_flash(fields)),
+        "fused_loss": fields.flag("loss_fusion", has_flash(fields)),
+        "compiled": engine in ("torch", "plain") and says(text, "compile"),
+        "compiled_loss": engine == "torch"
+        and year is not None
+        and int(year.group(1)) >= 25
+        # Of other loops the layers are compiled alone, if anything is.
+        and (says(text, "compile") or ("torchtitan" in text and not _denies(text, "compile"))),
+        "transformer_engine": fields.flag("transformer_engine", True),
+        "expert_tensor": fields.whole("expert_tp", 1) if fields.given("expert_tp") else None,
+        "rank": cast(Rank, fields.choice("rank", "worst", get_args(Rank))),
+        "large_workspace": deterministic,
+        "hopper": has_hopper_workspaces(device.name),
+        "saves_every_second_product": "torchtitan" in text,
+        "library": cast(Library, library),
+        "unfused": _runs_unfused(text, engine, library),
+        "pads_vocabulary": engine == "megatron" and "deepspeed" not in text and library != "nanotron",
+        "deferred_head": fields.flag("deferred_head", False),
+        "grouped_experts": fields.flag("grouped_experts", True),
+        "gathers_tokens": fields.flag("gathers_tokens", False),
+        "expert_overlap": fields.flag("expert_overlap", False) if fields.given("expert_overlap") else None,
+        "capacity_factor": fields.number("capacity_factor"),
+        "forwards_tokens": fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep",
+        "host_exchange": _host_exchange(fields),
+        "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
+        "flash_attention": attention.startswith("flash"),
+        "attention_kernel": {"flash_attention_2": "ampere", "flash_attention_3": "own"}.get(attention, "usual"),
+        "loss_chunk_tokens": fields.whole("loss_chunk_tokens", 1) if fields.given("loss_chunk_tokens") else None,
+        "whole_logits": not fields.flag("parallel_loss", True),
+        **_numerics(fields, loops_narrow=engine == "plain" and library == "transformers" and method == "full"),
+        "fp32_softmax": attention == "eager",
+    }
+
+
+def _numerics(fields: Fields, *, loops_narrow: bool) -> dict[str, Any]:
+    """What is in fp32 beside narrow products. InputError where two fields contradict each other.
+
+    `loops_narrow`: transformers trains whole models, whose type is their weights'. Of fp16 there are none: torch's loss
+    scaler refuses gradients of fp16 ("Attempting to unscale FP16 gradients"), so that its Trainer has autocast there.
+    """
+    # PaddlePaddle's O2: weights and gradients of 16 bits, and the optimizer's copy.
+    usual = "copy" if "paddle" in words_of(fields) else "usual"
+    masters = fields.choice("master_weights", usual, MASTERS) if fields.given("master_weights") else usual
+    precision = fields.text("precision")
+    scales = loops_narrow and precision == "fp16" and masters == "usual"
+    autocast = fields.flag("autocast", scales)
+    if autocast and precision in ("fp32", "fp64"):
+        raise InputError(f"autocast: makes fp32 narrower; set precision to bf16 or fp16 (given: {precision})")
+    if autocast and masters not in ("usual", "weights"):
+        raise InputError(f"master_weights {masters}: autocast has weights in fp32; leave one of the two out")
+    return {"autocast": autocast, "masters": cast(Masters, masters)}
+
+
+def _host_exchange(fields: Fields) -> bool:
+    """DeepEP on AWS's network, EFA, which its kernels can't drive from the GPU."""
+    place = fields.text("interconnect").lower()
+    machines = [instance(name) for name in instance_types() if name in place]
+    efa = re.search(r"\befa", place) is not None or any(machine.efa_interfaces for machine in machines)
+    return fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep" and efa
+
+
+def usual_recompute(fields: Fields, kernels: Mapping[str, Any], gpus: int, method: Method) -> str:
+    """What nobody states: transformers' tuning scripts turn checkpointing on, litgpt's where it shards."""
+    if kernels["library"] == "transformers":
+        return "full"
+    return "full" if kernels["library"] == "litgpt" and (gpus > 1 or method == "full") else "none"
+
+
+THIS_YEAR = 2026.0
+
+
+def year_of(fields: Fields) -> float:
+    """When the framework's version appeared, from its words: "2024-08", "26.04" (containers' names), "2021"."""
+    text = f"{fields.text('framework_version')} {fields.text('framework')}"
+    dated = re.search(r"\b(20[12]\d)(?:-(\d\d))?", text)
+    if dated:
+        return float(dated.group(1)) + (int(dated.group(2)) - 0.5 if dated.group(2) else 6) / 12
+    container = re.search(r"\b(2[1-9])\.(0[1-9]|1[0-2])\b", text)
+    if container:
+        return 2000 + int(container.group(1)) + (int(container.group(2)) - 0.5) / 12
+    torch = re.search(r"torch[ =]*2\.(\d+)", text, re.IGNORECASE)
+    if torch and int(torch.group(1)) >= 11:
+        return TORCH_TAKES_CUDNN
+    # Megatron-DeepSpeed is of 2022, FSDP's first version of 2023: later ones would be called something else.
+    usual = {"megatron-deepspeed": 2022.5, "fsdp1": 2023.5}
+    return next((year for word, year in usual.items() if word in text.lower()), THIS_YEAR)
+
+
+def usual_optimizer(kernels: Mapping[str, Any], ranks: int, method: Method) -> str:
+    """litgpt's recipes for whole models on one GPU keep AdamW's averages in paged memory."""
+    return "adamw_paged" if kernels["library"] == "litgpt" and method == "full" and ranks == 1 else "adamw"
