@@ -23,7 +23,8 @@ QUOTE = {"usd_per_hour": 6.88, "basis": "EC2 on demand", "as_of": "2026-03-01"}
 PLAN: dict[str, Any] = {
     "on_demand": QUOTE,
     "spot": None,
-    "configurations": [{"chosen": True, "time": {"tokens_per_second": 2000.0, "mfu": 0.4}}],
+    # In half of the measured step 2.5 times its tokens: a plan counts the padding.
+    "configurations": [{"chosen": True, "time": {"step_seconds": 15.0, "tokens_per_second": 2500.0, "mfu": 0.4}}],
 }
 
 

@@ -109,6 +109,15 @@ def test_medians_of_warm_steps_against_the_chosen_configuration(tmp_path: Path) 
     assert parts["communication"].verdict == "not measured"
 
 
+def test_that_the_plan_counts_padding_is_said_of_a_job_that_pads(tmp_path: Path) -> None:
+    record = recorded(tmp_path, PLAN)
+    write(tmp_path, record, [row(step, 2.0) for step in range(1, 9)])
+    data = record.spec.data.model_copy(update={"packing": False})
+    pads = record.model_copy(update={"spec": record.spec.model_copy(update={"data": data})})
+    words = "data.packing is false: the plan's tokens have the padding in them, the measured ones have not"
+    assert words in compare(pads, None).notes and words not in compare(record, None).notes
+
+
 def test_outside_of_the_interval_is_said(tmp_path: Path) -> None:
     record = recorded(tmp_path, PLAN)
     write(tmp_path, record, [row(step, 4.0) for step in range(1, 9)])

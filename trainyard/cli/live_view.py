@@ -92,13 +92,14 @@ def _steps(current: Status, seen: Seen) -> Table:
 
 
 def _speed(plan: dict[str, Any], seen: Seen) -> str:
-    """Against the plan, where it knows the machine. MFU is proportional to speed: the plan's, times that share."""
+    """Against the plan, where it knows the machine: of its step, as a plan's tokens have the padding in them. MFU is
+    proportional to speed: the plan's, times that share."""
     speed = float(seen.speed)
     words = f"{speed:,.0f} {seen.unit}/s"
     chosen = next((item for item in plan.get("configurations", []) if item.get("chosen")), None) or {}
     time = chosen.get("time") or {}
-    if time.get("tokens_per_second"):
-        share = speed / float(time["tokens_per_second"])
+    if time.get("step_seconds") and seen.step_seconds:
+        share = float(time["step_seconds"]) / statistics.median(seen.step_seconds)
         words += f"  {share:.0%} of plan"
         if time.get("mfu"):
             words += f"  MFU {share * time['mfu']:.1%} (plan {time['mfu']:.1%})"

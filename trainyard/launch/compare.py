@@ -194,6 +194,8 @@ def _notes(
         notes.append("the plan knows no machine, as of processes here: a GPU's memory alone, no time, host or cost")
     if record.environment is not None and time and "local" in str(record.environment):
         notes.append("environment local stands in for AWS: the plan is of GPUs, the measured steps are of this machine")
+    if time and record.spec.task == "causal_lm" and not record.spec.data.packing:
+        notes.append("data.packing is false: the plan's tokens have the padding in them, the measured ones have not")
     if record.state != "Completed":
         when = "of one that completes" if record.state in TERMINAL_STATES else "when it has completed"
         notes.append(f"the job is {record.state}: hours, goodput and dollars are compared {when}")
