@@ -16,6 +16,7 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import PARTS, memory, state_bytes, workspace_bytes
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.timing import step_time
 from trainyard.planner.trainer_layers import TrainerLayers
 
 GPT = ModelShape(
@@ -585,6 +586,61 @@ def test_experts_in_a_latent_are_sent_that() -> None:
     assert less == pytest.approx(4096 * 2 * sent * 40 / 88)
 
 
+DEEP: dict[str, Any] = {
+    "model": "deepseek-v3", "gpu": "H100", "gpus": 1024, "pp": 8, "ep": 64, "micro_batch": 1,
+    "framework": "Megatron-Core", "recompute": "selective",
+}  # fmt: skip
+
+
+def _kept_and_seconds(modules: object) -> tuple[float, float]:
+    asked = DEEP | {"recompute_modules": modules, "capacity_factor": 1}
+    question = understand(asked)
+    kept = layer_activation_bytes(question.shape, question.layout, "selective")
+    return kept / question.layout.tokens_per_micro_batch / 2, float(predict(asked)["step_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("module", "elements"),
+    [
+        # Two norms' outputs a layer; of 61 layers three are dense, of 18,432, whose gated block keeps three tensors.
+        ("layernorm", 2 * 7168),
+        ("mlp", 3 * 18432 * 3 / 61),
+        # Eight experts a token of 2,048, and a shared one; the copies sent and received; the router's fp32 scores.
+        ("moe_act", 8 * 2048 * 58 / 61),
+        ("shared_experts", 3 * 2048 * 58 / 61),
+        ("moe", (8 * 3 * 2048 + 3 * 2048 + 2 * 8 * 7168 + 256 * 4) * 58 / 61),
+        # Queries and keys of 128 heads of 128 and 64, values of 128.
+        ("mla_up_proj", 128 * (2 * (128 + 64) + 128)),
+    ],
+)
+def test_megatrons_selection_makes_again_what_it_is_told(module: str, elements: float) -> None:
+    kept, seconds = _kept_and_seconds("core_attn")
+    less, longer = _kept_and_seconds(["core_attn", module])
+    assert kept - less == pytest.approx(elements)
+    # What is element-wise alone has no seconds of its own.
+    assert (longer > seconds) == (module in ("mlp", "moe", "shared_experts", "mla_up_proj"))
+
+
+def test_recomputed_experts_exchange_their_tokens_again() -> None:
+    moved = [
+        step_time(question.shape, question.layout, question.device, question.links).expert_communication
+        for question in (understand(DEEP | {"recompute_modules": name}) for name in ("core_attn", "moe"))
+    ]
+    assert moved[1] == pytest.approx(1.5 * moved[0])
+
+
+def test_who_names_modules_means_the_selection_and_without_the_core_its_matrix_stays() -> None:
+    asked = {name: value for name, value in DEEP.items() if name != "recompute"}
+    assert understand(asked | {"recompute_modules": "layernorm moe_act"}).layout.recompute == "selective"
+    told = {"model": "llama-2-7b", "gpus": 8, "tp": 8, "attention": "unfused", "recompute": "selective"}
+    question, other = (
+        understand(DEEP | told | {"pp": 1, "ep": 1, "recompute_modules": name}) for name in ("core_attn", "mlp")
+    )
+    core, kept = (layer_activation_bytes(one.shape, one.layout, "selective") for one in (question, other))
+    tokens = question.layout.tokens_per_micro_batch
+    assert kept - core == pytest.approx(tokens * 2 * (32 * question.layout.sequence_length - 3 * 11008) / 8)
+
+
 def test_tensor_ranks_may_each_have_all_logits() -> None:
     asked = {"tp": 4, "sharding": "none", "recompute": "none"}
     shared, whole = _layout_of(**asked), _layout_of(**asked, parallel_loss=False)
@@ -621,6 +677,16 @@ def test_a_loss_is_compiled_where_somebody_says_so(framework: str, bytes_: int) 
             {"offload_checkpoints": "cpu", "recompute": "none"},
             "offload_checkpoints cpu: is of what recompute full keeps",
         ),
+        (
+            {"recompute_modules": "mlp"},
+            "recompute_modules: are of Megatron's selective recomputation (framework: PyTorch",
+        ),
+        (
+            {"framework": "Megatron-Core", "sharding": "zero1", "recompute_modules": "mlp"},
+            "recompute_modules: are of Megatron's selective recomputation (framework: Megatron-Core, recompute: full)",
+        ),
+        ({"recompute_modules": ["mlps"]}, "recompute_modules: must be of core_attn, layernorm, mla_up_proj, mlp, moe"),
+        ({"recompute_modules": 3}, "recompute_modules: must be a text (given: 3)"),
         ({"offload_checkpoints": "nvme"}, "offload_checkpoints: must be one of none, cpu"),
         ({"parallel_loss": "yes"}, "parallel_loss: must be true or false"),
     ],

@@ -6,6 +6,7 @@ state-space layers, frozen weights, and kernels that keep no attention matrix. "
 
 import dataclasses
 import math
+from collections.abc import Set
 
 from trainyard.planner.constants import DEFAULT_MEMORY, MemoryConstants
 from trainyard.planner.layout import Layout
@@ -39,17 +40,23 @@ def layer_activation_bytes(
         return residual + kept + share * _product_bytes(shape, layout)
     if layout.method != "full" and layout.engine == "plain":
         return _frozen_bytes(shape, layout, constants)
-    attention = _attention_bytes(shape, layout, recompute) * shape.num_attentions
-    block = _mlp_bytes(shape, layout, shape.ffn) * shape.num_mlps
+    again: Set[str] = frozenset()
+    if recompute == "selective":
+        again = layout.recompute_modules if layout.engine == "megatron" else {"core_attn"}
+    attention = _attention_bytes(shape, layout, again) * shape.num_attentions
+    block = _mlp_bytes(shape, layout, shape.ffn) * shape.num_mlps * ("mlp" not in again)
     # Measured of Megatron alone, whose dispatchers drop no token and wait for the fullest rank.
     spread = constants.load_spread if layout.engine == "megatron" else 0.0
-    routed = _moe_bytes(shape, layout, spread) * shape.moe_layers if shape.moe_layers else 0.0
+    routed = 0.0
+    if shape.moe_layers and "moe" not in again:
+        routed = _moe_bytes(shape, layout, spread, again) * shape.moe_layers
     mixer = _mamba_bytes(shape, layout) * shape.mamba_layers
     mixer += _delta_bytes(shape, layout) * shape.delta_layers
     halves = 1 if shape.is_hybrid else 2
     # Residual dropout keeps a mask of a byte an element.
     halves += shape.cross_attention
-    norms = halves * residual * (_norm_units(layout, constants) + layout.dropout / layout.element_bytes)
+    units = _norm_units(layout, constants) - ("layernorm" in again)
+    norms = halves * residual * (units + layout.dropout / layout.element_bytes)
     return (attention + block + routed + mixer) / shape.layers + norms
 
 
@@ -66,18 +73,23 @@ def _norm_units(layout: Layout, constants: MemoryConstants) -> float:
     return 2.0 if fused else constants.unfused_norm_units
 
 
-def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float:
-    """Queries, keys, values, and the attention's output; with an attention matrix, scores, mask and dropped scores."""
+def _attention_bytes(shape: ModelShape, layout: Layout, again: Set[str]) -> float:
+    """Queries, keys, values, and the attention's output; with an attention matrix, scores, mask and dropped scores.
+
+    `again`: of RECOMPUTED_MODULES those that aren't kept.
+    """
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     width = 2 * shape.query_dim + 2 * shape.kv_dim
     if shape.kv_lora_rank:
         # Latent attention (arXiv:2405.04434, section 2.1): keys have all heads, and the position's dimensions are
         # beside the others; both compressed streams and their norms' outputs stay, on every tensor rank.
         width = 2 * (shape.query_dim + shape.value_dim) + 2 * shape.heads * shape.rope_dim
+        if "mla_up_proj" in again:
+            width = shape.value_dim
         width += 2 * (shape.q_lora_rank + shape.kv_lora_rank) * layout.tensor // layout.norm_split
     statistics = 4 * shape.heads / layout.tensor
     matrix = 0.0
-    if not layout.flash_attention and recompute == "none":
+    if not layout.flash_attention and "core_attn" not in again:
         seen = layout.sequence_length + (shape.encoder_tokens if shape.cross_attention else 0)
         if layout.engine == "megatron" and not _softmax_is_fused(shape, layout):
             layout = dataclasses.replace(layout, fp32_softmax=True)
@@ -119,7 +131,7 @@ def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | N
     return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / (split or layout.tensor)
 
 
-def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float) -> float:
+def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float, again: Set[str]) -> float:
     """Each token's copies to its experts, their blocks, the shared expert, and the router's fp32 scores.
 
     Tensor ranks that share an expert all hold its tokens, whole in width; where fewer share it (expert tensor
@@ -130,7 +142,9 @@ def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float) -> float:
     uneven = 1 + load_spread * math.sqrt((layout.expert - 1) / shape.experts)
     copies = shape.experts_per_token * (layout.capacity_factor or uneven)
     routed = _mlp_bytes(shape, layout, shape.moe_ffn * copies)
-    shared = _mlp_bytes(shape, layout, shape.shared_ffn)
+    if "moe_act" in again:
+        routed *= 2 / 3 if shape.gated_mlp else 1 / 2  # of Megatron's two or three tensors the activated one
+    shared = _mlp_bytes(shape, layout, shape.shared_ffn) * ("shared_experts" not in again)
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     split = layout.tensor / (layout.expert_tensor or layout.tensor)
     # Experts that work in a latent (Nemotron 3) are sent that.

@@ -18,6 +18,11 @@ the part's own instructions, where it has more (cuDNN's, FlashAttention-3)."""
 Library = Literal["", "litgpt", "transformers", "nanotron", "torchtune", "trainyard"]
 """Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known.
 trainyard is our own trainer, whose memory has formulas of its own (`trainer_memory`)."""
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""What Megatron's selective recomputation (`--recompute-modules`) may make again: attention's core; the outputs of
+norms; queries, keys and values of latent attention; dense feed-forward blocks; whole layers of experts, with their
+exchange; the experts' activated values; the shared expert."""
+
 Masters = Literal["usual", "none", "weights", "copy"]
 """usual: the engine's. none: weights, gradients and moments are all as narrow as products. weights: all of these are in
 fp32. copy: moments, and a copy of the weights that the optimizer updates, are; weights and gradients are narrow."""
@@ -76,6 +81,8 @@ class Layout:
     sequence_length: int = 2048
     precision: Precision = "bf16"
     recompute: Recompute = "none"
+    recompute_modules: frozenset[str] = frozenset({"core_attn"})
+    """Of RECOMPUTED_MODULES those that Megatron's selective recomputation is told; other engines' selects products."""
     schedule: Schedule = "1f1b"
     sequence_parallel: bool = True
     """With tensor > 1: norms and residuals are split over the tensor ranks too."""
@@ -208,6 +215,10 @@ class Layout:
         """
         widened = self.method == "qlora" and self.library == "transformers" and self.quantization == "nf4"
         return widened and self.zero_stage < 3
+
+    def makes_again(self, module: str) -> bool:
+        """Whether Megatron's selective recomputation makes one of RECOMPUTED_MODULES again."""
+        return self.engine == "megatron" and self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def stream_bytes(self) -> int:

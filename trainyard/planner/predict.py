@@ -15,6 +15,7 @@ from trainyard.hardware import Gpu, gpu, instance
 from trainyard.planner.communication import Fabric
 from trainyard.planner.constants import GIB
 from trainyard.planner.layout import (
+    RECOMPUTED_MODULES,
     Adapter,
     Engine,
     Layout,
@@ -348,10 +349,7 @@ def _layout(
             raise InputError(f"global_batch {batch}: is not a multiple of micro_batch x dp = {micro} x {data_parallel}")
         raise InputError(f"global_batch {batch}: is not a multiple of dp = {data_parallel}")
     offload, offload_parameters = _offloads(fields, engine, stage, ranks)
-    recompute = fields.choice("recompute", usual_recompute(fields, kernels, ranks, method), get_args(Recompute))
-    offloads_checkpoints = fields.choice("offload_checkpoints", "none", ("none", "cpu")) == "cpu"
-    if offloads_checkpoints and recompute != "full":
-        raise InputError(f"offload_checkpoints cpu: is of what recompute full keeps (recompute: {recompute})")
+    recomputation = _recomputation(fields, engine, usual_recompute(fields, kernels, ranks, method))
     chunks = fields.whole("vp", 1)
     sequence_length = fields.whole("seq", 4096 if shape.gated_mlp else 2048)
     if kernels["loss_chunk_tokens"] is None and says(words_of(fields), "liger"):
@@ -371,8 +369,6 @@ def _layout(
         year=year_of(fields),
         sequence_length=sequence_length,
         precision=cast(Precision, fields.choice("precision", "bf16", get_args(Precision))),
-        recompute=cast(Recompute, recompute),
-        offloads_checkpoints=offloads_checkpoints,
         schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
         sequence_parallel=fields.flag("sequence_parallel", has_flash(fields)),
         engine=engine,
@@ -387,8 +383,26 @@ def _layout(
         optimizer=cast(
             Optimizer, fields.choice("optimizer", usual_optimizer(kernels, ranks, method), get_args(Optimizer))
         ),
+        **recomputation,
         **kernels,
     )
+
+
+def _recomputation(fields: Fields, engine: Engine, usual: str) -> dict[str, Any]:
+    """What is computed again, and where what is kept for that waits."""
+    modules = fields.words("recompute_modules", RECOMPUTED_MODULES)
+    recompute = fields.choice("recompute", "selective" if modules else usual, get_args(Recompute))
+    if modules and (engine != "megatron" or recompute != "selective"):
+        given = f"framework: {fields.text('framework') or 'none'}, recompute: {recompute}"
+        raise InputError(f"recompute_modules: are of Megatron's selective recomputation ({given})")
+    is_away = fields.choice("offload_checkpoints", "none", ("none", "cpu")) == "cpu"
+    if is_away and recompute != "full":
+        raise InputError(f"offload_checkpoints cpu: is of what recompute full keeps (recompute: {recompute})")
+    return {
+        "recompute": recompute,
+        "offloads_checkpoints": is_away,
+        "recompute_modules": modules or frozenset({"core_attn"}),
+    }
 
 
 def _offloads(fields: Fields, engine: Engine, stage: int, ranks: int) -> tuple[str, str]:

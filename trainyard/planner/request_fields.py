@@ -1,5 +1,6 @@
 """What a request to `predict` may say, and typed access to it."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ KNOWN_FIELDS = frozenset(
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
         *("loss_chunk_tokens", "parallel_loss", "master_weights", "autocast", "offload_checkpoints"),
+        "recompute_modules",
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         "head_products",
         *("expert_overlap", "expert_exchange", "capacity_factor"),
@@ -106,6 +108,18 @@ class Fields:
         if not isinstance(value, str):
             raise InputError(f"{name}: must be a text (given: {shown(value)})")
         return value
+
+    def words(self, name: str, allowed: Iterable[str]) -> frozenset[str]:
+        """Some of a few words, in a list or between commas and blanks; none where none is given. InputError, which
+        lists them, for any other."""
+        value = self._content.get(name)
+        if value is None:
+            return frozenset()
+        found = value if isinstance(value, list) else re.split(r"[,\s]+", self.text(name).strip())
+        options = list(allowed)
+        if wrong := [word for word in found if word not in options]:
+            raise InputError(f"{name}: must be of {', '.join(options)} (given: {shown(wrong[0])})")
+        return frozenset(found)
 
     def choice(self, name: str, default: str, allowed: Iterable[str]) -> str:
         """One of some words, in whatever letters. InputError, which lists them, for any other."""

@@ -165,6 +165,7 @@ class _Rank(Operators):
             forward += count * max(work.forward, constants.launch_seconds)
             backward += count * max(work.backward(frozen=frozen), constants.launch_seconds)
             again += count * self._recomputed(work, constants.launch_seconds)
+        again += stage.layers * self._modules_again()
         if layout.library == "trainyard":  # compiled or not: blocks alone are compiled
             held = stage_params(shape, layout, stage).total
             for_weights = Unfused(shape, layout).weights(held)
@@ -266,6 +267,20 @@ class _Rank(Operators):
         stops = not (is_adapted or is_narrow or is_read)
         return stops and self._has_torchs_checkpoints and layout.year >= EARLY
 
+    def _modules_again(self) -> float:
+        """Seconds a layer (the mean one) of blocks that Megatron's selection makes again, beside attention's core. What
+        is element-wise alone (norms, activations) is left out."""
+        shape, layout, seconds = self.shape, self.layout, 0.0
+        if shape.moe_layers and layout.makes_again("moe"):
+            seconds += shape.moe_layers * self._routed().forward
+        elif shape.moe_layers and layout.makes_again("shared_experts"):
+            seconds += shape.moe_layers * self._mlp(shape.shared_ffn).forward
+        if layout.makes_again("mlp"):
+            seconds += shape.num_mlps * self._mlp(shape.ffn).forward
+        if shape.kv_lora_rank and layout.makes_again("mla_up_proj"):
+            seconds += shape.num_attentions * self._latent_up_products()
+        return seconds / shape.layers
+
     def _recomputed(self, work: _Work, launch: float) -> float:
         if self.layout.recompute == "full":
             return max(work.forward - (work.last if self._stops_before_last else 0.0), launch)
@@ -278,7 +293,8 @@ class _Rank(Operators):
             again = work.elementwise + work.unfused[0] + work.scores * (drops and self.layout.flash_attention)
             return again + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
         # Megatron's: the core of attention, which fused kernels compute again anyway.
-        return 0.1 * work.scores if self.layout.flash_attention else work.scores
+        is_core = self.layout.engine != "megatron" or self.layout.makes_again("core_attn")
+        return (0.1 * work.scores if self.layout.flash_attention else work.scores) * is_core
 
     def layers(self) -> list[tuple[float, _Work, float]]:
         """(how many, GPU seconds, host seconds) of each kind of layer."""
@@ -392,14 +408,15 @@ class _Rank(Operators):
 
     def _latent_products(self) -> float:
         """DeepSeek's projections down to the latents and up from them."""
-        shape, split, queries = (
-            self.shape,
-            self.layout.tensor,
-            self.shape.heads * (self.shape.head_dim + self.shape.rope_dim),
-        )
+        shape = self.shape
         down = self.product(self.tokens, shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim, shape.hidden)
+        return down + self._latent_up_products()
+
+    def _latent_up_products(self) -> float:
+        shape, split = self.shape, self.layout.tensor
+        queries = shape.heads * (shape.head_dim + shape.rope_dim)
         up = self.product(self.tokens, queries / split, shape.q_lora_rank or shape.hidden)
-        return down + up + self.product(self.tokens, (shape.query_dim + shape.value_dim) / split, shape.kv_lora_rank)
+        return up + self.product(self.tokens, (shape.query_dim + shape.value_dim) / split, shape.kv_lora_rank)
 
     def _score_seconds(self) -> float:
         """Attention's own products: causal and fused, or whole and through memory."""
@@ -593,7 +610,8 @@ def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabr
         each = all_to_all_seconds(bytes_, members, links)
     if layout.host_exchange:
         each += constants.proxy_peer_seconds * (members.size - members.per_node)
-    return each * stage.layers * shape.moe_layers / shape.layers * (6 if layout.recompute == "full" else 4)
+    is_again = layout.recompute == "full" or layout.makes_again("moe")
+    return each * stage.layers * shape.moe_layers / shape.layers * (6 if is_again else 4)
 
 
 def _distinct(groups: int, experts: int, chosen: int) -> float:
