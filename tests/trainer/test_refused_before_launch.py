@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from trainer.models import facts as trainer_facts
+from trainer.models.weight_files import check_weight_files
 from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
@@ -399,6 +400,60 @@ def test_an_adapter_of_layers_that_are_not_there_is_said_before_data_is_read(
         return
     told = refusal(job, monkeypatch, tmp_path)
     assert re.search(r"^model\.adapter\.targets: q_proj: no linear layer .* in phi3; it has .*qkv_proj", told)
+
+
+def _cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def _indexed(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_cut, r"model\.safetensors: has [\d,]+ bytes, not [\d,]+; copy or download it again"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"abc"), r"model\.safetensors: is no safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"<!DOCTYPE html>" * 9), r"is no safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"),
+            r"is no safetensors file",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((9**6).to_bytes(8, "little") + b"{"),
+            r"has 9 bytes, not 531,449; copy",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid"),
+            r"is a pointer of Git LFS, not the file: git lfs pull",
+        ),
+        (
+            lambda folder: _indexed(folder, "model-00002-of-00002.safetensors"),
+            r"model-00002-of-00002\.safetensors: is not there, which model\.safetensors\.index\.json names",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"),
+            r"model\.safetensors\.index\.json: can't be read",
+        ),
+        (lambda folder: _indexed(folder, "model-00001-of-00001.safetensors"), ""),
+        (lambda folder: None, ""),
+    ],
+)
+def test_files_of_weights_that_are_not_whole_are_told_before_data_is_read(
+    spoil: Any, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**LLAMA | {"hidden_size": 8, "intermediate_size": 8})
+    ).save_pretrained(tmp_path)
+    spoil(tmp_path)
+    if not message:
+        check_weight_files(str(tmp_path))
+        return
+    told = refusal(tiny_job("single", 1, source=str(tmp_path)), monkeypatch, tmp_path)
+    assert re.search(message, told) and told.startswith(f"model.source: {tmp_path}: ") and "\n" not in told
 
 
 def _tower(**vision_config: Any) -> dict[str, Any]:

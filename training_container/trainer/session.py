@@ -21,6 +21,7 @@ from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
 from trainer.models.described import describe_model
+from trainer.models.weight_files import check_weight_files
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
 from trainer.observe.away import launch_of
@@ -131,6 +132,8 @@ class Session:
         check_supported(job, device_type=runtime.device.type)
         self._task = task = task_of(job)
         task.check_model(job)
+        if job.spec.model.source is not None:
+            check_weight_files(job.spec.model.source)
         self._started = time.perf_counter()
         self._process_seconds = process_seconds() - runtime.rendezvous_seconds
         self._job = job

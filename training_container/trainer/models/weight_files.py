@@ -1,0 +1,80 @@
+"""Whether the files of `model.source` are whole, before hours are spent on the data: their headers alone are read.
+
+The format: eight bytes of the header's length, the header in JSON, the tensors (github.com/huggingface/safetensors).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import InputError
+
+_NAME = "model.safetensors"
+_INDEX = f"{_NAME}.index.json"
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000
+"""What safetensors itself takes."""
+_POINTER = b"version https://git-lfs"
+"""How a file begins that Git LFS has not fetched."""
+_MEND = "copy or download it again"
+
+
+def check_weight_files(source: str) -> None:
+    """InputError for a file of weights that isn't there, is cut off or is none, of a source in safetensors.
+
+    That the weights are the model's is said where it is built.
+    """
+    folder = Path(source)
+    for name in _files_of(folder, source):
+        wrong = _wrong_with(folder / name)
+        if wrong:
+            raise InputError(f"model.source: {source}: {name}: {wrong}")
+
+
+def _files_of(folder: Path, source: str) -> list[str]:
+    """As transformers looks for them: one file, else those of the index."""
+    if (folder / _NAME).exists() or not (folder / _INDEX).exists():
+        return [_NAME] if (folder / _NAME).exists() else []
+    try:
+        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        return sorted(set(map(str, index["weight_map"].values())))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"model.source: {source}: {_INDEX}: can't be read ({words}); {_MEND}") from None
+
+
+def _wrong_with(path: Path) -> str:
+    """What is wrong with a file, and how to mend it; empty where nothing is."""
+    try:
+        size, expected = path.stat().st_size, _size_by_header(path)
+    except FileNotFoundError:
+        return f"is not there, which {_INDEX} names; {_MEND}"
+    except OSError as error:
+        return f"can't be read ({error.strerror}); {_MEND}"
+    except _PointerError:
+        return "is a pointer of Git LFS, not the file: git lfs pull, or hf download"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"is no safetensors file; {_MEND}"
+    return f"has {size:,} bytes, not {expected:,}; {_MEND}" if size != expected else ""
+
+
+class _PointerError(Exception):
+    """What is there instead of a file that Git LFS has not fetched."""
+
+
+def _size_by_header(path: Path) -> int:
+    """Bytes that a file must have. OSError, `_PointerError`, and what Python raises of what is no header."""
+    with path.open("rb") as file:
+        begin = file.read(len(_POINTER))
+        if begin == _POINTER:
+            raise _PointerError
+        length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
+        if len(begin) < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
+            raise ValueError
+        file.seek(_LENGTH_BYTES)
+        header = file.read(length)
+    if len(header) < length:
+        return _LENGTH_BYTES + length  # at least
+    tensors: dict[str, Any] = json.loads(header)
+    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+    return _LENGTH_BYTES + length + max(ends, default=0)
