@@ -70,7 +70,10 @@ def has_flash(fields: Fields) -> bool:
 RECIPES = ("nemo", "bridge")
 """Words of frameworks whose recipes all have Megatron's distributed optimizer."""
 
-OWN_KERNELS = ("compile", "liger", "unsloth", "xtuner")
+COMPILED = "compil"
+"""In the words of a framework whose layers, or whose loss, torch.compile makes: compile, compiled, compilation."""
+
+OWN_KERNELS = (COMPILED, "liger", "unsloth", "xtuner")
 """Words of a framework that says transformers, whose norms, rotations or losses are kernels of their own."""
 
 
@@ -80,14 +83,16 @@ def says(text: str, word: str) -> bool:
 
 
 def _denies(text: str, word: str) -> bool:
-    before = r"\b(no|not|non|without|un)[\s-]*((torch|fused)[.\s-]*)?"
-    after = r"\w*(\s+kernels?)?\s+(off|disabled)\b"
-    return re.search(rf"{before}{word}|{word}{after}", text) is not None
+    """ "no Liger", "isn't compiled", "uncompiled", "torch.compile off", "compile=False", "torch.compile (disabled)"."""
+    before = r"(?:\b(?:no|not|non|never|without|un)|n't)[\s-]*(?:yet\s+)?(?:(?:torch|fused)[.\s-]*)?"
+    after = r"\w*(?:\s+kernels?)?(?:[\s(:=]+(?:(?:is|are|turned|set|to)\s+)*)(?:off|disabled|false|unused|not used)\b"
+    # Of "compile: no liger" the no is another word's; a digit begins the version.
+    return re.search(rf"{before}{word}|{word}{after}|{word}\w*\s*[:=]\s*no\s*(?:$|[,;)\d])", text) is not None
 
 
 def _runs_unfused(text: str, engine: Engine, library: str) -> bool:
     """A kernel for each operation: transformers' layers, and a loop of one's own that says it isn't compiled."""
-    own_loop = engine in ("torch", "plain") and not library and _denies(text, "compile")
+    own_loop = engine in ("torch", "plain") and not library and _denies(text, COMPILED)
     return own_loop or (library == "transformers" and not any(says(text, word) for word in OWN_KERNELS))
 
 
@@ -117,12 +122,12 @@ def kernels_of(fields: Fields, device: Gpu, engine: Engine, method: Method) -> d
         # Before flash attention, models were trained with dropout.
         "dropout": fields.flag("dropout", engine == "megatron" and not has_flash(fields)),
         "fused_loss": fields.flag("loss_fusion", has_flash(fields)),
-        "compiled": engine in ("torch", "plain") and says(text, "compile"),
+        "compiled": engine in ("torch", "plain") and says(text, COMPILED),
         "compiled_loss": engine == "torch"
         and year is not None
         and int(year.group(1)) >= 25
         # Of other loops the layers are compiled alone, if anything is.
-        and (says(text, "compile") or ("torchtitan" in text and not _denies(text, "compile"))),
+        and (says(text, COMPILED) or ("torchtitan" in text and not _denies(text, COMPILED))),
         "transformer_engine": fields.flag("transformer_engine", True),
         "expert_tensor": fields.whole("expert_tp", 1) if fields.given("expert_tp") else None,
         "rank": cast(Rank, fields.choice("rank", "worst", get_args(Rank))),
