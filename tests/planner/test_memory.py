@@ -506,9 +506,14 @@ def _layout_of(**fields: Any) -> Layout:
         ({"framework": "transformers", "autocast": True}, (4, 4, 8, 6)),
         ({"autocast": True, "sharding": "none"}, (4, 4, 8, 2)),
         ({"framework": "PaddlePaddle", "precision": "fp16"}, (2, 2, 12, 0)),
+        ({"framework": "PaddlePaddle, O2", "precision": "fp16"}, (2, 2, 12, 0)),
+        ({"framework": "PaddlePaddle (AMP O1)", "precision": "fp16"}, (4, 4, 8, 6)),
+        ({"framework": "PaddlePaddle", "autocast": True}, (4, 4, 8, 6)),
+        ({"framework": "PaddlePaddle (AMP O1)", "master_weights": "copy"}, (2, 2, 12, 0)),
         ({"framework": "Megatron-Core", "sharding": "zero1", "master_weights": "copy"}, (2, 4, 12, 0)),
         # torch's loss scaler refuses fp16 gradients: transformers' loop has fp32 weights there, and autocast.
         ({"framework": "transformers", "precision": "fp16"}, (4, 4, 8, 6)),
+        ({"framework": "transformers", "precision": "fp16", "master_weights": "weights"}, (4, 4, 8, 6)),
         ({"framework": "transformers", "precision": "fp16", "autocast": False}, (2, 2, 4, 0)),
         ({"framework": "litgpt", "precision": "fp16"}, (2, 2, 4, 0)),
         ({"framework": "transformers, DeepSpeed", "precision": "fp16"}, (2, 2, 12, 0)),
@@ -520,6 +525,22 @@ def _layout_of(**fields: Any) -> Layout:
 def test_who_trains_says_what_is_in_fp32(fields: dict[str, Any], bytes_: tuple[float, ...]) -> None:
     each = state_bytes(_layout_of(**fields))
     assert (each.parameter, each.gradient, each.optimizer, each.compute_copy) == bytes_
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"master_weights": "copy"}, False),
+        ({"master_weights": "copy", "method": "lora"}, True),
+        ({"master_weights": "weights", "method": "qlora"}, True),
+        ({"master_weights": "none", "method": "lora"}, False),
+        ({"master_weights": "copy", "precision": "fp32"}, True),
+        ({"master_weights": "weights", "precision": "fp32"}, False),
+        ({"method": "lora"}, False),
+    ],
+)
+def test_weights_that_nothing_counts_as_stated_are_said_to_be_ignored(fields: dict[str, Any], ignored: bool) -> None:
+    assert predict(SEVEN | fields).get("ignored_fields", []) == ["master_weights"] * ignored
 
 
 def test_autocast_keeps_what_flows_between_layers_in_fp32() -> None:

@@ -193,7 +193,7 @@ def _of_nodes(content: Mapping[str, Any], question: Question) -> str:
 
 
 def _without_effect(content: Mapping[str, Any], question: Question) -> set[str]:
-    """Fields that are stated, and that no formula of the layout's method and engine reads."""
+    """Fields that are stated, and that no formula of the layout's method, precision and engine reads."""
     shape, layout = question.shape, question.layout
     unread: set[str] = set()
     if not reads_links(content.get("interconnect") or "", question.device):
@@ -207,6 +207,10 @@ def _without_effect(content: Mapping[str, Any], question: Question) -> set[str]:
         unread.add("quantization")
     if not shape.moe_layers:
         unread.add("capacity_factor")
+    # Frozen weights are as narrow as products are, and in fp32 there is nothing else.
+    taken = "weights" if layout.precision in ("fp32", "fp64") else "none" if layout.method != "full" else ""
+    if taken and str(content.get("master_weights")).lower() != taken:
+        unread.add("master_weights")
     return {name for name in unread if content.get(name) is not None}
 
 

@@ -160,16 +160,17 @@ def _numerics(fields: Fields, *, loops_narrow: bool) -> dict[str, Any]:
     `loops_narrow`: transformers trains whole models, whose type is their weights'. Of fp16 there are none: torch's loss
     scaler refuses gradients of fp16 ("Attempting to unscale FP16 gradients"), so that its Trainer has autocast there.
     """
-    # PaddlePaddle's O2: weights and gradients of 16 bits, and the optimizer's copy.
-    usual = "copy" if "paddle" in words_of(fields) else "usual"
-    masters = fields.choice("master_weights", usual, MASTERS) if fields.given("master_weights") else usual
-    precision = fields.text("precision")
-    scales = loops_narrow and precision == "fp16" and masters == "usual"
-    autocast = fields.flag("autocast", scales)
+    words, precision = words_of(fields), fields.text("precision")
+    stated = fields.choice("master_weights", "usual", MASTERS) if fields.given("master_weights") else "usual"
+    scales = loops_narrow and precision == "fp16"
+    # PaddlePaddle's O1 narrows products alone; its O2 has weights and gradients of 16 bits, and the optimizer's copy.
+    is_o1 = "paddle" in words and re.search(r"\bo1\b", words) is not None and precision not in ("fp32", "fp64")
+    autocast = fields.flag("autocast", (scales or is_o1) and stated in ("usual", "weights"))
     if autocast and precision in ("fp32", "fp64"):
         raise InputError(f"autocast: makes fp32 narrower; set precision to bf16 or fp16 (given: {precision})")
-    if autocast and masters not in ("usual", "weights"):
-        raise InputError(f"master_weights {masters}: autocast has weights in fp32; leave one of the two out")
+    if autocast and stated not in ("usual", "weights"):
+        raise InputError(f"master_weights {stated}: autocast has weights in fp32; leave one of the two out")
+    masters = "copy" if "paddle" in words and stated == "usual" and not autocast else stated
     return {"autocast": autocast, "masters": cast(Masters, masters)}
 
 
