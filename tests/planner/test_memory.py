@@ -10,6 +10,7 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.planner import predict, timing
 from trainyard.planner.activations import encoder_bytes, layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
+from trainyard.planner.communication import all_gather_seconds, group
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB
 from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.layout import Layout
@@ -668,6 +669,19 @@ def test_tensor_ranks_may_each_have_all_logits() -> None:
     shape = understand(SEVEN).shape
     assert logits_bytes(shape, whole) == 4 * logits_bytes(shape, shared)
     assert predict(SEVEN | asked | {"parallel_loss": False})["step_seconds"] > predict(SEVEN | asked)["step_seconds"]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_whole_logits_are_gathered_once_a_micro_batch(pp: int) -> None:
+    """Of 16 bits, to the last stage's tensor ranks alone."""
+    asked = {"tp": 4, "pp": pp, "gpus": 8, "sharding": "none", "recompute": "none", "global_batch": 16}
+    waits = []
+    for shared in (True, False):
+        question = understand(SEVEN | asked | {"parallel_loss": shared})
+        layout, links = question.layout, question.links
+        waits.append(timing.step_time(question.shape, layout, question.device, links).communication)
+    each = all_gather_seconds(4 * 4096 * 32000 * 2, group(4, 1, 8), links)
+    assert waits[1] - waits[0] == pytest.approx(layout.num_micro_batches * each)
 
 
 def test_compiled_layers_keep_what_products_read() -> None:

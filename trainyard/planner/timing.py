@@ -185,7 +185,7 @@ class _Rank(Operators):
             forward=forward,
             backward=backward,
             recompute=again,
-            tensor=_tensor_seconds(shape, layout, stage, self.links) * self._tensor_exposed(),
+            tensor=_tensor_seconds(shape, layout, stage, self.links) * self._tensor_exposed() + self._gathering(stage),
             expert=self._expert_exposed(stage),
             context=self._context_seconds(stage),
             sharding=_sharding_seconds(shape, layout, stage, self.links),
@@ -198,6 +198,15 @@ class _Rank(Operators):
         # nanotron's tensor parallelism is its own, of torch's collectives.
         overlapped = self.layout.engine == "megatron" and self.layout.library != "nanotron"
         return self.constants.tensor_exposed_megatron if overlapped else self.constants.tensor_exposed_torch
+
+    def _gathering(self, stage: Stage) -> float:
+        """Of the logits, where each tensor rank has them whole: for the loss, which waits for it. Backward each takes
+        its own part of their gradients, without a word to the others."""
+        shape, layout = self.shape, self.layout
+        if not (layout.whole_logits and stage.head):
+            return 0.0
+        bytes_ = (1 + shape.mtp_layers) * self.tokens * shape.vocab * layout.element_bytes
+        return all_gather_seconds(bytes_, group(layout.tensor, 1, self.links.gpus_per_node), self.links)
 
     def _beside(self, stage: Stage) -> Iterator[tuple[int, _Work]]:
         """(how many, each one's work) of layers that only one stage has: the encoder's before the first, those of
