@@ -598,6 +598,17 @@ def test_fsdps_offload_leaves_two_layers_and_the_vocabulary_on_a_gpu(gpus: int) 
     assert use.buffers == pytest.approx(gathered + 2 * 32000 * 4096 * 4 - use.logits, rel=0.01)
 
 
+@pytest.mark.parametrize("framework", ["PyTorch FSDP2", "PyTorch FSDP2 (transformers)", "torchtune", "litgpt"])
+def test_whoevers_loop_it_is_fsdps_offload_keeps_no_state_on_a_gpu(framework: str) -> None:
+    """torch's CPUOffloadPolicy: gradients are copied to the host as they are reduced."""
+    asked = SEVEN | {"framework": framework, "offload": "cpu"}
+    question = understand(asked)
+    assert memory(question.shape, question.layout).state == 0
+    # Without its weights' offload nothing else leaves.
+    question = understand(asked | {"offload_parameters": "none"})
+    assert memory(question.shape, question.layout).gradients > 0
+
+
 def test_experts_in_a_latent_are_sent_that() -> None:
     """Nemotron 3: 22 experts a token, of a latent of 1,024 in hidden states of 4,096."""
     shape = shape_of_known("nemotron-3-super")

@@ -310,8 +310,8 @@ def sums_on_host(layout: Layout) -> bool:
 def _offloads_gradients(layout: Layout) -> bool:
     """The same of our own trainer's: what other DeepSpeed jobs hold is counted as published runs have it. FSDP brings
     each layer's to the host as it is reduced."""
-    fsdp = layout.engine == "torch" and layout.zero_stage == 3 and layout.offload_parameters != "none"
-    return fsdp or (layout.library == "trainyard" and sums_on_host(layout))
+    is_fsdp = layout.engine in ("torch", "plain") and layout.zero_stage == 3 and layout.offload_parameters != "none"
+    return is_fsdp or (layout.library == "trainyard" and sums_on_host(layout))
 
 
 def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
