@@ -10,7 +10,7 @@ from trainyard.hardware import gpu, instance
 from trainyard.planner import predict
 from trainyard.planner.communication import EFA, HOST_MEMORY_GB_PER_SECOND, fabric, fabric_of
 from trainyard.planner.families import shape_of_known
-from trainyard.planner.layout import Layout, Library
+from trainyard.planner.layout import Engine, Layout, Library, Masters
 from trainyard.planner.memory import state_bytes
 from trainyard.planner.operators import Operators
 from trainyard.planner.predict import understand
@@ -94,13 +94,33 @@ def test_sums_on_the_host_come_and_go_with_each_micro_batch(stage: int, library:
     assert often - once == pytest.approx(7 * trips * share * state_bytes(away).gradient / 24e9, rel=1e-4, abs=1e-9)
 
 
-def test_fsdps_weights_are_masters_and_stay_where_they_are() -> None:
-    """28 bytes of the update a parameter, and of its traffic the gradient alone."""
+@pytest.mark.parametrize(
+    ("engine", "masters", "updated", "sent"),
+    [
+        # A gradient is read; moments, and the copy or else the weight itself, are read and written.
+        ("torch", "usual", 4 + 2 * (8 + 4), 4),
+        ("torch", "none", 2 + 2 * (4 + 2), 2),
+        ("torch", "copy", 2 + 2 * (8 + 4), 2),
+        ("plain", "usual", 2 + 2 * (4 + 2), 2),
+        ("plain", "weights", 4 + 2 * (8 + 4), 4),
+    ],
+)
+def test_fsdps_weights_are_masters_and_stay_where_they_are(
+    engine: Engine, masters: Masters, updated: int, sent: int
+) -> None:
+    """Bytes of the update a parameter, of which the whole model passes through the host, and of its traffic the
+    gradient alone."""
     away = Layout(
-        engine="torch", zero_stage=3, shard_degree=8, data_parallel=8, offload="cpu", offload_parameters="cpu"
+        engine=engine,
+        masters=masters,
+        zero_stage=3,
+        shard_degree=8,
+        data_parallel=8,
+        offload="cpu",
+        offload_parameters="cpu",
     )
     params = shape_of_known("llama-2-7b").params
-    expected = params * 28 / HOST_MEMORY_GB_PER_SECOND / 1e9 + params / 8 * 4 / 24e9
+    expected = params * updated / HOST_MEMORY_GB_PER_SECOND / 1e9 + params / 8 * sent / 24e9
     assert _update_seconds(away, "p4d.24xlarge") == pytest.approx(expected, rel=0.01)
 
 

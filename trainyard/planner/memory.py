@@ -157,7 +157,7 @@ def state_bytes(layout: Layout) -> StateBytes:
         return StateBytes(4, 4, 4 * is_copied + moments, 0)
     if layout.precision == "fp64":
         return StateBytes(8, 8, 2 * moments, 0)
-    masters = _masters(layout)
+    masters = masters_of(layout)
     if masters == "copy":
         return StateBytes(2, _narrow_gradient_bytes(layout), 4 + moments, 0)
     if masters == "none":
@@ -167,8 +167,8 @@ def state_bytes(layout: Layout) -> StateBytes:
     return StateBytes(4, 4, moments, 6 if layout.autocast and layout.zero_stage == 3 else 2)
 
 
-def _masters(layout: Layout) -> Masters:
-    """What is in fp32 in training with 16 bits or fewer."""
+def masters_of(layout: Layout) -> Masters:
+    """What is in fp32 in training with 16 bits or fewer: never `usual`."""
     if layout.autocast or layout.is_deepspeed_autocast:
         return "weights"
     if layout.masters != "usual":

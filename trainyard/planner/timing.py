@@ -26,7 +26,7 @@ from trainyard.planner.communication import (
 )
 from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import QLORA_BYTES, state_bytes, sums_on_host
+from trainyard.planner.memory import QLORA_BYTES, masters_of, state_bytes, sums_on_host
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
@@ -751,7 +751,8 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fa
     moved = each.gradient * _gradient_trips(layout) + each.parameter * (layout.offload_parameters == "none")
     moved *= params / PCIE_BYTES_PER_SECOND
     # The update reads gradients, reads and writes state, in a memory that the node's ranks share: of AdamW 28 bytes.
-    # torch's own engine has no master copy among its state, as the weights themselves are in fp32.
-    masters = each.parameter if layout.engine == "torch" else 0.0
-    updated = params * (each.gradient + 2 * (each.optimizer + masters))
+    # Where no copy of the weights is among the state, they are updated themselves. DeepSpeed has a copy in fp32, too.
+    is_wide = layout.precision in ("fp32", "fp64")
+    has_copy = layout.engine == "deepspeed" if is_wide else masters_of(layout) == "copy"
+    updated = params * (each.gradient + 2 * (each.optimizer + (0.0 if has_copy else each.parameter)))
     return moved + updated * min(layout.world_size, links.gpus_per_node) / (links.host_memory_gb_per_second * 1e9)
