@@ -699,6 +699,9 @@ def test_compiled_layers_keep_what_products_read() -> None:
     shape = understand(SEVEN).shape
     eager, compiled = _layout_of(), _layout_of(framework="PyTorch FSDP, torch.compile")
     assert not _layout_of(framework="PyTorch FSDP, no torch.compile").compiled
+    # Whoever cuts its weights; Megatron's layers are its own.
+    compiles = ("transformers", "DeepSpeed (transformers)", "Megatron-Core")
+    assert [_layout_of(framework=f"{name}, torch.compile").compiled for name in compiles] == [True, True, False]
     # Two units less of each norm, and the activated gate.
     less = layer_activation_bytes(shape, eager, "none") - layer_activation_bytes(shape, compiled, "none")
     assert less == 4 * 4096 * 2 * (2 * 2 * 4096 + 11008)
@@ -721,7 +724,7 @@ def test_a_loss_is_compiled_where_somebody_says_so(framework: str, bytes_: int) 
         ({"master_weights": "some"}, "master_weights: must be one of none, weights, copy"),
         (
             {"offload_checkpoints": "cpu", "recompute": "none"},
-            "offload_checkpoints cpu: is of what recompute full keeps",
+            "offload_checkpoints cpu: is of what full recomputation keeps; set recompute to full (given: none)",
         ),
         (
             {"recompute_modules": "mlp"},

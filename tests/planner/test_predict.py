@@ -239,6 +239,7 @@ def test_the_training_state_is_the_frameworks(fields: dict[str, Any], engine: st
         ("EFA 400 Gb/s ethernet", 400),
         ("Slingshot 200 Gb/s (Ethernet)", 200),
         ("HPE Slingshot 11", 200),
+        ("Slingshot-10", 100),
         ("Ethernet 25 Gb/s, InfiniBand 400 Gb/s", 400),
         ("InfiniBand within a pod, 100 Gb/s Ethernet", 12.5),
         ("10G", 1.25),

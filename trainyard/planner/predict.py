@@ -401,7 +401,9 @@ def _recomputation(fields: Fields, engine: Engine, usual: str) -> dict[str, Any]
         raise InputError(f"recompute_modules: are of Megatron's selective recomputation ({given})")
     is_away = fields.choice("offload_checkpoints", "none", ("none", "cpu")) == "cpu"
     if is_away and recompute != "full":
-        raise InputError(f"offload_checkpoints cpu: is of what recompute full keeps (recompute: {recompute})")
+        raise InputError(
+            f"offload_checkpoints cpu: is of what full recomputation keeps; set recompute to full (given: {recompute})"
+        )
     return {
         "recompute": recompute,
         "offloads_checkpoints": is_away,

@@ -122,7 +122,7 @@ def kernels_of(fields: Fields, device: Gpu, engine: Engine, method: Method) -> d
         # Before flash attention, models were trained with dropout.
         "dropout": fields.flag("dropout", engine == "megatron" and not has_flash(fields)),
         "fused_loss": fields.flag("loss_fusion", has_flash(fields)),
-        "compiled": engine in ("torch", "plain") and says(text, COMPILED),
+        "compiled": engine != "megatron" and says(text, COMPILED),
         "compiled_loss": engine == "torch"
         and year is not None
         and int(year.group(1)) >= 25

@@ -68,7 +68,8 @@ def reads_links(text: str, device: Gpu) -> bool:
 
 
 SLINGSHOT_GB_PER_SECOND = 25.0
-"""A card of HPE's Slingshot 11, of which nodes with GH200 or MI250X have one a GPU."""
+"""A card of HPE's Slingshot 11 (200 Gb/s), of which nodes with GH200 or MI250X have one a GPU; Slingshot 10's have half
+of it."""
 
 RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"
 """A rate: 400 Gb/s, 3.2 Tbps, 50 GB/s, 100GbE, 10G. A capital B counts bytes."""
@@ -160,4 +161,7 @@ def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
         raise InputError(
             f"interconnect: can't read the rate {unread.group()!r}; state e.g. 400 Gb/s per GPU, or 50 GB/s"
         )
-    return SLINGSHOT_GB_PER_SECOND * gpus_per_node if "slingshot" in lowered else None
+    slingshot = re.search(r"slingshot[\s-]*(10(?!\d))?", lowered)
+    if slingshot is None:
+        return None
+    return SLINGSHOT_GB_PER_SECOND * gpus_per_node / (2 if slingshot[1] else 1)
