@@ -9,7 +9,13 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.planner import predict, timing
-from trainyard.planner.activations import encoder_bytes, layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
+from trainyard.planner.activations import (
+    encoder_bytes,
+    gathered_tokens_bytes,
+    layer_activation_bytes,
+    logits_bytes,
+    pipeline_buffer_bytes,
+)
 from trainyard.planner.communication import all_gather_seconds, group
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB
 from trainyard.planner.families import shape_from_config, shape_of_known
@@ -516,6 +522,7 @@ def _layout_of(**fields: Any) -> Layout:
         ({"framework": "transformers", "precision": "fp16"}, (4, 4, 8, 6)),
         ({"framework": "transformers", "precision": "fp16", "master_weights": "weights"}, (4, 4, 8, 6)),
         ({"framework": "transformers", "precision": "fp16", "autocast": False}, (2, 2, 4, 0)),
+        ({"framework": "transformers", "precision": "fp16", "method": "lora"}, (2, 2, 4, 0)),
         ({"framework": "litgpt", "precision": "fp16"}, (2, 2, 4, 0)),
         ({"framework": "transformers, DeepSpeed", "precision": "fp16"}, (2, 2, 12, 0)),
         # A byte for each average, whatever the weights' type.
@@ -554,8 +561,35 @@ def test_autocast_keeps_what_flows_between_layers_in_fp32() -> None:
     copied, by_parts = 2 * (2 * 4) + 5 * 2, 2 * 4 * 2
     more = layer_activation_bytes(shape, wide, "none") - layer_activation_bytes(shape, narrow, "none")
     assert more == tokens * 4096 * (copied - by_parts)
+    # So are the embedding's output, and what the head reads.
+    kept = memory(shape, _layout_of(autocast=True, recompute="none")).activations
+    layers = 32 * layer_activation_bytes(shape, wide, "none")
+    assert kept == pytest.approx(layers + 2 * tokens * 4096 * 4)
+
+
+def test_autocast_over_frozen_weights_has_these_in_fp32() -> None:
     adapted = {"method": "lora", "framework": "transformers"}
-    assert _peak_gib(**adapted, autocast=True) > 1.2 * _peak_gib(**adapted)
+    shape = understand(SEVEN | adapted).shape
+    narrow, wide = (memory(shape, _layout_of(**adapted, autocast=flag)) for flag in (False, True))
+    assert wide.parameters - narrow.parameters == pytest.approx(2 * shape.params / 8, rel=1e-3)
+    # Layers are gathered in fp32, each product's narrow copy beside them.
+    assert wide.buffers == pytest.approx(3 * narrow.buffers)
+    # Of what is kept without recomputation two RMS norms have both of their tensors twice as wide.
+    layers = [layer_activation_bytes(shape, _layout_of(**adapted, autocast=flag), "none") for flag in (False, True)]
+    assert layers[1] - layers[0] == 4 * 4096 * 2 * 4 * 4096
+
+
+def test_autocast_moves_fp32_between_layers_and_between_gpus() -> None:
+    shape = understand(SEVEN).shape
+    far = {"gpus": 16, "gpus_per_node": 1, "interconnect": "1 Gb/s per GPU"}
+    question = understand(SEVEN | far)
+    narrow, wide = (
+        timing.step_time(shape, _layout_of(**far, autocast=flag), question.device, question.links)
+        for flag in (False, True)
+    )
+    assert wide.total - wide.communication > narrow.total - narrow.communication
+    # Weights come twice, of 4 bytes for 2; gradients, of 4, once.
+    assert wide.communication / narrow.communication == pytest.approx((2 * 4 + 4) / (2 * 2 + 4), rel=0.03)
 
 
 def test_adapters_of_the_feed_forward_block_keep_what_they_read() -> None:
@@ -617,6 +651,8 @@ def test_experts_in_a_latent_are_sent_that() -> None:
     less = layer_activation_bytes(wide, layout, "none") - layer_activation_bytes(shape, layout, "none")
     sent = 2 * 22 * (4096 - 1024) - 2 * 2 * 1024
     assert less == pytest.approx(4096 * 2 * sent * 40 / 88)
+    gathering = dataclasses.replace(layout, gathers_tokens=True, expert=8, data_parallel=8)
+    assert gathered_tokens_bytes(shape, gathering) == 8 * 4096 * 1024 * 2
 
 
 DEEP: dict[str, Any] = {
@@ -679,20 +715,24 @@ def test_tensor_ranks_may_each_have_all_logits() -> None:
     shared, whole = _layout_of(**asked), _layout_of(**asked, parallel_loss=False)
     shape = understand(SEVEN).shape
     assert logits_bytes(shape, whole) == 4 * logits_bytes(shape, shared)
-    assert predict(SEVEN | asked | {"parallel_loss": False})["step_seconds"] > predict(SEVEN | asked)["step_seconds"]
+    chunk = dataclasses.replace(shared, loss_chunk_tokens=512)
+    more = logits_bytes(shape, dataclasses.replace(chunk, whole_logits=True)) - logits_bytes(shape, chunk)
+    assert more == pytest.approx(512 * 32000 * (2 * 2 + 4) * 3 / 4), "of a chunk; the head's gradients stay cut"
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_whole_logits_are_gathered_once_a_micro_batch(pp: int) -> None:
     """Of 16 bits, to the last stage's tensor ranks alone."""
     asked = {"tp": 4, "pp": pp, "gpus": 8, "sharding": "none", "recompute": "none", "global_batch": 16}
-    waits = []
-    for shared in (True, False):
-        question = understand(SEVEN | asked | {"parallel_loss": shared})
-        layout, links = question.layout, question.links
-        waits.append(timing.step_time(question.shape, layout, question.device, links).communication)
+    question = understand(SEVEN | asked)
+    shape, layout, device, links = question.shape, question.layout, question.device, question.links
+    shared, whole = (
+        timing.step_time(shape, dataclasses.replace(layout, whole_logits=flag), device, links) for flag in (False, True)
+    )
     each = all_gather_seconds(4 * 4096 * 32000 * 2, group(4, 1, 8), links)
-    assert waits[1] - waits[0] == pytest.approx(layout.num_micro_batches * each)
+    assert whole.communication - shared.communication == pytest.approx(layout.num_micro_batches * each)
+    # The loss is of four times as many.
+    assert whole.total - whole.communication > shared.total - shared.communication
 
 
 def test_compiled_layers_keep_what_products_read() -> None:

@@ -491,7 +491,8 @@ def test_an_unknown_name_is_answered_in_a_line_that_can_be_read(asked: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("gpu", "precision", "lacks"), [("V100", "fp16", True), ("H100", "fp32", True), ("A100", "bf16", False)]
+    ("gpu", "precision", "lacks"),
+    [("V100", "fp16", True), ("H100", "fp32", True), ("A100", "bf16", False), ("MI300X", "fp32", False)],
 )
 def test_stated_kernels_that_there_are_none_of_are_said(gpu: str, precision: str, lacks: bool) -> None:
     asked = {"model": "tinyllama-1.1b", "gpu": gpu, "seq": 1024, "precision": precision, "recompute": "full"}
