@@ -481,6 +481,7 @@ def test_a_stated_precision_that_a_part_has_no_units_for_is_said(gpu: str, preci
         ({"model": "meta-llama/Llama-3.1-9B-foo-moe"}, "close to it: llama-3.1-8b"),
         ({"gpu": "ml.p5.49xlarge"}, "unknown instance type 'ml.p5.49xlarge'; close to it: ml.p5.4"),
         ({"gpu": "foo.xlarge"}, "unknown instance type 'foo.xlarge'"),
+        ({"gpu": "P5.49XLARGE"}, "unknown instance type '.*'; close to it: p5.4"),
         ({"gpu": "trn1.32xlarge"}, "has Trainium, and no GPU"),
     ],
 )

@@ -319,7 +319,7 @@ def _device(fields: Fields) -> Gpu:
     if not name:
         raise InputError("gpu: is needed, e.g. H100")
     stated = fields.number("gpu_mem_gb")
-    if re.search(r"\.\d*(?:xlarge|metal)", name):
+    if re.search(r"\.\d*(?:xlarge|metal)", name.lower()):
         # A machine that is known stands there as its GPU by now (`wording`): this one is not, or has none.
         machine = instance(name.strip().lower())
         raise InputError(f"gpu {shown(name)}: has {machine.accelerator}, and no GPU that is known here")
