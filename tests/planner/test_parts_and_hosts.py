@@ -16,6 +16,7 @@ from trainyard.planner.operators import Operators
 from trainyard.planner.predict import understand
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import SPREAD_DENSE, SPREAD_UNMEASURED, step_time, time_spread
+from trainyard.planner.unfused import Unfused
 
 TUNED: dict[str, Any] = {
     **{"model": "qwen2.5-7b", "gpu": "H100", "gpus": 8, "seq": 8192, "micro_batch": 1, "global_batch": 8},
@@ -168,6 +169,18 @@ def test_a_loop_of_ones_own_that_nothing_compiles_is_as_uncertain_as_transformer
         question = understand({**asked, "framework": asked["framework"] + words})
         spreads.append(time_spread(question.shape, question.layout, question.device))
     assert spreads == [SPREAD_DENSE, SPREAD_UNMEASURED]
+
+
+@pytest.mark.parametrize("framework", ["PyTorch, not compiled", "transformers"])
+def test_layers_of_single_operations_cast_under_autocast_alone(framework: str) -> None:
+    """Of a norm that each of three products reads, forward and backward, 21 and 52 bytes an element more."""
+    asked = {**TUNED, "method": "full", "gpus": 1, "global_batch": 1, "sharding": "none", "framework": framework}
+    moved = []
+    for autocast in (False, True):
+        question = understand({**asked, "autocast": autocast})
+        moved.append(Unfused(question.shape, question.layout).attention_half())
+    hidden = question.layout.tokens_per_micro_batch * question.shape.hidden
+    assert [wide - narrow for narrow, wide in zip(*moved, strict=True)] == pytest.approx([21 * hidden, 52 * hidden])
 
 
 def test_a_stated_chunk_is_kept() -> None:

@@ -133,6 +133,13 @@ class Unfused:
         return self.layout.library == "trainyard"
 
     @property
+    def _casts_between_layers(self) -> bool:
+        """Whether fp32 flows there, beside narrower products: our own trainer's layouts tell, of others a request."""
+        if not self._is_ours:
+            return self.layout.autocast
+        return self._layers.residual_element > self.layout.element_bytes
+
+    @property
     def _hidden(self) -> float:
         """Elements of tokens x hidden between the halves, which sequence parallelism splits."""
         return self.layout.tokens_per_micro_batch * self.shape.hidden / self.layout.norm_split
@@ -149,8 +156,7 @@ class Unfused:
 
     def _norms(self, number: float) -> tuple[float, float]:
         each = NORM_BYTES[self._layers.norm if self._is_ours else self.shape.norm]
-        is_autocast = self._layers.residual_element > self.layout.element_bytes
-        more = AUTOCAST_BYTES if is_autocast else (0.0, 0.0)
+        more = AUTOCAST_BYTES if self._casts_between_layers else (0.0, 0.0)
         elements = number * self._hidden
         return (each[0] + more[0]) * elements, (each[1] + more[1]) * elements
 
