@@ -16,9 +16,9 @@ from trainer.tasks import task_of
 from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.families import FAMILIES
 from trainer_testing.image_shards import CONVNEXT, RESNET, VIT, image_job
-from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, TOWER, vlm_job
+from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, SIGLIP_QWEN, TOWER, vlm_job
 from trainer_testing.tiny import tiny_job
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
 from trainyard import planner
@@ -498,3 +498,24 @@ def test_so_are_models_of_tasks_with_images(
 ) -> None:
     job = planner.resolve(parse(JobSpec, make(tmp_path, model={"config": config}), "job"), world_size=1)
     assert re.search(message, refusal(job, monkeypatch, tmp_path))
+
+
+def test_to_see_whether_a_model_can_be_built_none_is_built_with_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A SigLIP's own start can't be made in parts: its LLaVA would be built whole, 28 GB of 7 billion weights."""
+    honest, built = AutoModelForImageTextToText.from_config, list[Any]()
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        built.append(honest(*args, **kwargs))
+        return built[-1]
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_config", from_config)
+    tower = SIGLIP_QWEN["vision_config"] | {"num_channels": 1}
+    content = vlm_job(tmp_path, model={"config": SIGLIP_QWEN | {"vision_config": tower}})
+    job = planner.resolve(parse(JobSpec, content, "job"), world_size=1)
+    assert "can't go through such a llava" in refusal(job, monkeypatch, tmp_path)
+    assert len(built) == 1 and all(parameter.is_meta for parameter in built[0].parameters())
+    built.clear()
+    task_of(job).build_model(job)
+    assert len(built) == 2, "a class whose weights are recorded by now: name another"

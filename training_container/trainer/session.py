@@ -20,6 +20,7 @@ from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
+from trainer.models.deferred_weights import shapes_alone
 from trainer.models.described import describe_model
 from trainer.models.weight_files import check_weight_files
 from trainer.observe import profiling
@@ -131,7 +132,8 @@ class Session:
         """
         check_supported(job, device_type=runtime.device.type)
         self._task = task = task_of(job)
-        task.check_model(job)
+        with shapes_alone():
+            task.check_model(job)
         if job.spec.model.source is not None:
             check_weight_files(job.spec.model.source)
         self._started = time.perf_counter()

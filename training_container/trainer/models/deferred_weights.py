@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ CHUNK_ELEMENTS = 2**20
 
 _KEPT_ELEMENTS = 2**16
 """A parameter of no more elements keeps the value it was constructed with, for a class that never initializes it."""
+
+_SHAPES_ALONE: ContextVar[bool] = ContextVar("_SHAPES_ALONE", default=False)
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of C
 
@@ -167,9 +170,20 @@ def outline(build: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     recipes = {name: recorder.recipe(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
     complete = {name: recipe for name, recipe in recipes.items() if recipe is not None}
     if recorder.is_lost or len(complete) < len(recipes):
-        return defer(build())
+        return model if _SHAPES_ALONE.get() else defer(build())
     model._weight_source = InitializedWeights(complete, seed=seed)  # type: ignore[assignment]  # no module
     return model
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Inside, `outline` makes no values at all: who only looks whether a model can be built has no use for them, and of
+    a class that is built whole (ViT's, SigLIP's) they would take its memory, and seconds a billion, once more."""
+    token = _SHAPES_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ALONE.reset(token)
 
 
 def defer(model: nn.Module) -> nn.Module:
