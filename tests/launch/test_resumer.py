@@ -648,3 +648,14 @@ def test_a_record_that_an_older_launcher_wrote_gets_no_field_that_this_would_ref
     assert cloud.resume(1) == {"submitted": "yes"}
     written = json.load(cloud.s3.get_object(Bucket=DATA, Key=key)["Body"])
     assert [attempt.keys() - content["attempts"][0].keys() for attempt in written["attempts"]] == [set(), set()]
+
+
+def test_a_broker_whose_function_failed_may_have_submitted_it(cloud: Submitting) -> None:
+    """It ran into its time, say, after SageMaker had the job: Lambda's own answer refuses nothing."""
+    cloud.answer = {"errorMessage": "Task timed out after 120.00 seconds"}
+    with pytest.raises(RuntimeError, match=r"the broker did not submit it: .*timed out"):
+        cloud.resume(1)
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        Person(cloud).resume(hours=5)
+    cloud.answer = {"submitted": "yes"}
+    assert cloud.resume(1) == {"submitted": "yes"}

@@ -260,8 +260,9 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     if "submitted" in answer:
         records.confirm(record)
         return dict(answer)
-    with contextlib.suppress(Exception):  # of the two the broker's answer is the one to tell
-        records.take_back(record)
+    if "refused" in answer:  # else the function itself failed (its time was over, say), and may have submitted it
+        with contextlib.suppress(Exception):  # of the two the broker's answer is the one to tell
+            records.take_back(record)
     if answer.get("by") != "rules":
         raise RuntimeError(f"{name}: the broker did not submit it: {json.dumps(answer)}")
     return dict(answer)

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.launch.aws import advice_for, aws_errors
 from trainyard.launch.backend import Say, say_nothing
 
@@ -19,7 +19,8 @@ def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str, say
     """Have the newest attempt of a written record submitted; twice is no error and starts nothing twice. What the
     broker warns of is said: a quota that is nearly spent, a type whose price it doesn't know.
 
-    InputError where a rule refuses it, AwsRefusedError where AWS does, or where the broker can't be called.
+    InputError where a rule refuses it, AwsRefusedError where AWS does, or where the broker can't be called;
+    AwsAwayError where it gave no answer of its own.
     """
     from botocore.config import Config
 
@@ -37,7 +38,7 @@ def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str, say
         answer = None
     if not isinstance(answer, dict) or called.get("FunctionError"):
         told = answer.get("errorMessage") if isinstance(answer, dict) else text[:200].decode(errors="replace")
-        raise AwsRefusedError(
+        raise AwsAwayError(  # it may have submitted the job before (its time was over, say): nothing was refused
             f"{where}: it failed: {' '.join(str(told).split())}; its log is in log group {contract.log_group}"
         )
     if "refused" in answer:
