@@ -22,6 +22,7 @@ from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, TextTokenizer
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
+LOOP = "{%- for message in messages %}"
 CHATML = """
 {%- for message in messages %}
     {{- '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}
@@ -311,13 +312,37 @@ def test_null_beside_a_tools_call_is_not_learnt_as_none() -> None:
 def test_a_message_that_the_template_passes_over_is_told(text: str) -> None:
     """Of a role that it doesn't know: nobody would see that the model never read it."""
     known = "{%- for message in messages if message.role in ('system', 'user', 'assistant') %}"
-    choosy = template(text.replace("{%- for message in messages %}", known))
+    choosy = template(text.replace(LOOP, known))
     assert choosy.render(TURNS).text == template(text).render(TURNS).text
     turns = [{"role": "developer", "content": " Answer in verse. "}, *TURNS[1:]]
     for read in (choosy.text, choosy.render):
         with pytest.raises(BadRecordError, match=r"leaves out message 1 \(developer\).*data\.chat_template"):
             read(turns)
     choosy.text([{"role": "developer", "content": " "}, *TURNS[1:]])
+
+
+@pytest.mark.parametrize("learns_all", [False, True])
+def test_a_template_that_changes_all_words_is_not_rendered_for_each_of_them(
+    learns_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long conversation would take the square of its length: 200 turns 200 times."""
+    changing = template(CHATML.replace("message.content +", "message.content | upper +"))
+    turns = [{"role": role, "content": f"word {number}"} for number in range(20) for role in ("user", "assistant")]
+    rendered, honest = list[int](), ChatTemplate._render
+
+    def render(self: ChatTemplate, messages: Any, *given: Any, **named: Any) -> str:
+        rendered.append(len(messages))
+        return honest(self, messages, *given, **named)
+
+    monkeypatch.setattr(ChatTemplate, "_render", render)
+    (changing.text if learns_all else changing.render)(turns)
+    assert len(rendered) == (2 if learns_all else 2 + len(turns)), "the whole twice, and to and with each answer"
+    rendered.clear()
+    known = "{%- for message in messages if message.role != 'tool' %}"
+    choosy = template(CHATML.replace("message.content +", "message.content | upper +").replace(LOOP, known))
+    with pytest.raises(BadRecordError, match=r"leaves out message 40 \(tool\)"):
+        choosy.text([*turns[:-1], {"role": "tool", "content": "of it nothing"}])
+    assert rendered == [40, 40, 39]
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED])

@@ -35,6 +35,8 @@ _FORMAT_VERSION = 5
 weights of turns, messages that are left out and nulls that are written were looked for are made again."""
 _BEGIN, _END = "\x00\x01generation\x02", "\x00\x03generation\x02"
 """Stand in the rendered text where a generation block begins and ends; control characters that no text has."""
+_SIGN = "7203185946"
+"""Stands at the end of a message of which its template may write nothing: digits, which no filter alters."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _EVALUATION_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -121,15 +123,28 @@ class ChatTemplate:
     def _check_all_written(self, messages: Sequence[Mapping[str, Any]], tools: Any, text: str) -> None:
         """BadRecordError for a message that the template passes over, as many do with roles that they don't know: the
         text is the same without it. Looked at where its words are not found as they stand."""
-        for number, message in enumerate(messages):
-            content = message.get("content")
-            if not isinstance(content, str) or content.strip() in text:
-                continue
+        changed = [
+            number
+            for number, message in enumerate(messages)
+            if isinstance(message.get("content"), str) and message["content"].strip() not in text
+        ]
+        for number in self._not_signed(changed, messages, tools) if len(changed) > 1 else changed:
             if self._rendered_if_taken([*messages[:number], *messages[number + 1 :]], tools) == text:
                 raise BadRecordError(
-                    f"the chat template leaves out message {number + 1} ({message.get('role')}): nothing of it would be"
-                    " read; give it a role that the template writes, or another template (data.chat_template)"
+                    f"the chat template leaves out message {number + 1} ({messages[number].get('role')}): nothing of it"
+                    " would be read; give it a role that the template writes, or another template (data.chat_template)"
                 )
+
+    def _not_signed(self, numbers: Sequence[int], messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+        """Of messages those of which no end can be seen when all are rendered once with a sign at it: a template that
+        escapes, or cuts earlier thoughts, changes the words of all, and to leave out each of them takes the square."""
+        signs = {number: f"{_SIGN}{number:06d}" for number in numbers}
+        signed = [
+            {**message, "content": message["content"] + signs[number]} if number in signs else message
+            for number, message in enumerate(messages)
+        ]
+        text = self._rendered_if_taken(signed, tools) or ""
+        return [number for number, sign in signs.items() if sign not in text]
 
     def _rendered_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
         """None where the template refuses them."""
