@@ -589,6 +589,23 @@ def test_of_two_markers_that_come_at_once_the_first_stays(tmp_path: Path, s3: An
     assert files.read("x/COMMITTED") == b"first" and list(files.sizes("x")) == ["x/COMMITTED"]
 
 
+def test_a_marker_whose_answer_was_lost_is_the_copys_own(
+    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK repeats the request, and then meets what it wrote itself."""
+    honest = s3.put_object
+
+    def twice(**asked: Any) -> Any:
+        answer = honest(**asked)
+        return honest(**asked) if "IfNoneMatch" in asked else answer
+
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    monkeypatch.setattr(s3, "put_object", twice)
+    checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")
+    assert [one.is_good for one in checkpoints.list_checkpoints("s3://two/kept", s3)] == [True]
+
+
 def test_a_source_that_its_job_removes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "a", 10)
     found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)

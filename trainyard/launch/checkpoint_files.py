@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -312,13 +313,16 @@ class _S3Files:
         from botocore.exceptions import ClientError
 
         place = {"Bucket": self._bucket, "Key": self._key(name)}
+        writer = {"writer": uuid.uuid4().hex}
         with aws_errors("writing", f"{self.root}/{name}"):
             try:
-                return str(self._s3.put_object(**place, Body=content, IfNoneMatch="*")["ETag"])
+                return str(self._s3.put_object(**place, Body=content, IfNoneMatch="*", Metadata=writer)["ETag"])
             except ClientError as error:
                 if not is_conflict(error):
                     raise
-        return None
+            # The SDK repeats a request whose answer was lost, and then meets what it wrote itself.
+            there = self._s3.head_object(**place)
+            return str(there["ETag"]) if there["Metadata"] == writer else None
 
     def take(self, name: str, source: Files) -> str:
         with aws_errors("writing", f"{self.root}/{name}"):
