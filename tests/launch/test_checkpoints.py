@@ -549,6 +549,7 @@ def write(s3: Any, root: str, name: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
@@ -559,9 +560,9 @@ def write(s3: Any, root: str, name: str, content: bytes) -> None:
     ],
 )
 def test_a_copy_is_given_up_where_another_writer_appears(
-    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, is_late: bool
 ) -> None:
-    """No bucket can say who saves there, nor a file system without locks."""
+    """No bucket can say who saves there, nor a file system without locks. `is_late`: just before the marker."""
 
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -571,12 +572,22 @@ def test_a_copy_is_given_up_where_another_writer_appears(
     record(tmp_path / "a", 12, seconds=1.0)
     to = str(tmp_path / "b") if kind == "folder" else "s3://two/kept"
     found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
-    monkeypatch.setattr(checkpoints, "sha256", once(lambda: write(s3, to, name, b"theirs")))
+    there = open_files(to, s3)
+    marks, honest = list[str](), type(there).write_new
+
+    def write_new(files: Any, marker: str, content: bytes) -> str | None:
+        marks.append(marker)
+        write(s3, to, name, b"theirs")
+        return honest(files, marker, content)
+
+    monkeypatch.setattr(type(there), "write_new", write_new)
+    if not is_late:
+        monkeypatch.setattr(checkpoints, "sha256", once(lambda: write(s3, to, name, b"theirs")))
     with pytest.raises(
         JobFailedError, match=rf"{name}: somebody else wrote it meanwhile.*give another prefix or folder"
     ):
         checkpoints.copy(str(tmp_path / "a"), s3, found, to)
-    there = open_files(to, s3)
+    assert bool(marks) == is_late, "who comes before it is seen before it"
     assert there.read(name) == b"theirs" and set(there.sizes("checkpoints")) <= {name}, "what is theirs stays"
     assert there.read("metrics.jsonl") is None
 

@@ -182,6 +182,7 @@ def test_a_job_whose_folder_was_moved_is_not_begun_anew(job: JobSpec, resolved: 
     (before / job_id / "checkpoints").mkdir(parents=True)
     LocalBackend(before).check(record.with_next_attempt())
     before.rename(now)
+    LocalBackend(now).check(record)  # the first attempt has nothing to go on from
     told = (
         rf"{job_id}: its checkpoints are in {now / job_id}, and its record says {before / job_id}: .*move it back, or"
     )

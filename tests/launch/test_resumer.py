@@ -659,3 +659,23 @@ def test_a_broker_whose_function_failed_may_have_submitted_it(cloud: Submitting)
         Person(cloud).resume(hours=5)
     cloud.answer = {"submitted": "yes"}
     assert cloud.resume(1) == {"submitted": "yes"}
+
+
+@pytest.mark.parametrize("own", [{"handed_over_at": "2026-01-31T12:00:09+00:00"}, {"claim": "a person's"}])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_others_wrote_of_the_attempt_meanwhile_stays(
+    cloud: Submitting, own: dict[str, Any], is_refused: bool
+) -> None:
+    """Another event that submits it too, or (--force) a person who has changed it: theirs is not confirmed here."""
+    if is_refused:
+        cloud.answer = {"refused": "over the quota", "by": "rules"}
+
+    def others() -> None:
+        stored = cloud.store.read(JOB_ID)
+        cloud.store.replace(stored, stored.record.with_attempt(**own))
+
+    cloud.meanwhile.append(others)
+    assert cloud.resume(1) == cloud.answer
+    attempt = read(cloud.store).attempt
+    assert {name: getattr(attempt, name) for name in own} == own and attempt.handed_over_at
+    assert bool(attempt.submitted_at) == (not is_refused and "claim" not in own)

@@ -451,6 +451,20 @@ def test_who_joins_a_submission_and_is_refused_does_not_free_the_attempt_for_oth
     assert cluster.taken == {f"{JOB_ID}-r2": 1}
 
 
+def test_who_began_a_submission_and_is_refused_leaves_it_to_one_who_joined_it(store: FolderRecordStore) -> None:
+    later = (datetime.now(UTC) + timedelta(seconds=9)).isoformat()
+
+    class Busy(Cluster):
+        def submit(self, record: JobRecord, say: Say) -> None:
+            stored = store.read(JOB_ID)
+            store.replace(stored, stored.record.with_attempt(handed_over_at=later))
+            raise AwsRefusedError("busy")
+
+    with pytest.raises(AwsRefusedError):
+        watch.resume(store, Busy(), JOB_ID)
+    assert store.read(JOB_ID).record.attempt.handed_over_at == later
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), AwsAwayError("no answer"), AwayError("no answer")])
 def test_what_was_broken_off_without_an_answer_may_run_and_is_changed_by_nobody(
     store: FolderRecordStore, end: BaseException

@@ -644,6 +644,26 @@ def test_what_is_no_checkpoint_at_the_destination_hides_none_on_the_hosts_disks(
     assert 20 in [one.step for one in list_checkpoints(destination, None) if one.is_good], "it is sent there"
 
 
+def test_what_the_destination_cannot_show_now_is_not_passed_over_for_an_older_one_on_the_hosts_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = str(tmp_path / "destination")
+    Job(destination, tmp_path, local_tier=tmp_path / "disk").save(10)
+    Job(destination, tmp_path).save(20)
+    honest = LocalDestination.get_bytes
+
+    def get_bytes(self: LocalDestination, name: str) -> bytes:
+        if "step-00000020" in name:
+            raise DestinationError("stale", permanent=True)
+        return honest(self, name)
+
+    with monkeypatch.context() as away:
+        away.setattr(LocalDestination, "get_bytes", get_bytes)
+        with pytest.raises(JobFailedError, match="stale"):
+            Job(destination, tmp_path, local_tier=tmp_path / "disk").newest()
+    assert Job(destination, tmp_path, local_tier=tmp_path / "disk").newest() == 20
+
+
 def test_the_best_is_not_its_copy_under_an_older_steps_name(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
     job = Job(destination, tmp_path, keep_last=1, keep_best=BestSpec(metric="validation_loss"))

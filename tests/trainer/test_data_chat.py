@@ -306,6 +306,8 @@ def test_null_beside_a_tools_call_is_not_learnt_as_none() -> None:
             read(turns)
     knowing = template(CHATML.replace("message.content +", "(message.content or '') +"))
     assert knowing.text(turns) == "<|user|>\nNone?<|end|>\n<|assistant|>\n<|end|>\n"
+    picky = "{% if messages[-1].content == '' %}{{ raise_exception('say something') }}{% endif %}"
+    assert template(picky + "{{ messages[0].content }}").text(turns) == "None?", "an empty string may be no answer"
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED])

@@ -17,6 +17,7 @@ from trainer.data.bad_records import BadRecordError
 from trainer.data.webdataset import ShardIndex
 from trainer.export import main as export
 from trainer.models.deferred_weights import fill
+from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
@@ -442,6 +443,29 @@ def test_bad_samples_are_counted_over_all_ranks(tmp_path: Path, monkeypatch: pyt
         data.gather(group)
         with pytest.raises(InputError, match=r"data\.train: more bad records than data\.max_bad_records \(2\).*-00016"):
             data.check_limits()
+
+
+@pytest.mark.parametrize("news", [0.0, 2.0])
+def test_ranks_bring_together_what_they_left_out_when_one_of_them_has_news(news: float) -> None:
+    """By the step's own message, so that all of them do, or none."""
+    session: Any = object.__new__(Session)
+    done = list[str]()
+
+    def check_limits() -> None:
+        done.append("checked")
+        raise InputError("too many")
+
+    session._told = SimpleNamespace(upcoming=[], own_loss_sum=1.0, answer=lambda: [1.0, 0.0, news, *[0.0] * 20])
+    session._runtime = SimpleNamespace(control_group="all")
+    session.stop_flag = SimpleNamespace(beat=lambda step: None, decision=lambda *given: "go on")
+    session.data = SimpleNamespace(gather=done.append, check_limits=check_limits)
+    session.anomalies = SimpleNamespace(check=lambda *given: None)
+    if news:
+        with pytest.raises(InputError, match="too many"):
+            session.end_step(3, SimpleNamespace(num_targets=1), None)
+    else:
+        assert session.end_step(3, SimpleNamespace(num_targets=1), None) == (1.0, "go on")
+    assert done == (["all", "checked"] if news else [])
 
 
 def test_classes_may_have_names(tmp_path: Path) -> None:
