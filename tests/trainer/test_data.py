@@ -601,7 +601,11 @@ def test_bare_ids_of_32_bits_are_not_read_as_twice_as_many(tmp_path: Path, wide:
     path.write_bytes(np.arange(1000, 1300).astype(wide).tobytes())
     with pytest.raises(InputError, match=r"a\.bin: every second id of it is 0, .*; write them by numpy\.save"):
         build(resolved({"train": [source(path, "tokens")]}), tmp_path)
-    for own in (np.arange(1000, 1300), np.zeros(300), np.arange(300) % 2, np.array([5, 0, 5, 0])):
+    path.write_bytes((np.arange(300) * 500).astype(wide).tobytes())  # as of Llama 3's 128,256 words, or Gemma's 262,144
+    with pytest.raises(InputError, match=r"a\.bin: every second id of it is 0 to 2, as of 32-bit ids"):
+        build(resolved({"train": [source(path, "tokens")]}), tmp_path)
+    pairs = np.stack([np.arange(300), np.arange(300) % 5], axis=1)
+    for own in (np.arange(1000, 1300), np.zeros(300), np.arange(300) % 2, np.array([5, 0, 5, 0]), pairs):
         path.write_bytes(own.astype("<u2").tobytes())
         assert len(build(resolved({"train": [source(path, "tokens")]}), tmp_path).train._table)
 

@@ -31,6 +31,8 @@ _HEADER_BYTES = 16 << 10
 """Of an .npy file: NumPy takes none of more than 10,000 characters."""
 _LEAST_JUDGED = 64
 """Ids of a bare file: fewer may happen to be 0 in turn."""
+_LEAST_LOW = 4
+"""Upper halves of ids of 32 bits are less: the largest vocabularies (Gemma's) have 262,144 words."""
 _COUNTED_BYTES = 1 << 20
 
 _UNREADABLE = (OSError, EOFError, zlib.error)
@@ -248,14 +250,18 @@ class TokenFile:
 
 
 def _check_width(file: DataFile) -> None:
-    """InputError for bare ids of 32 bits below 65,536: read as uint16 every second one would be 0."""
+    """InputError for bare ids of 32 bits: read as uint16 every second one would be 0, or little more."""
     try:
         ids = np.frombuffer(file.head(_HEADER_BYTES), dtype="<u2")
     except _UNREADABLE as error:
         raise InputError(f"{file.where}: can't be read: {_reason(error)}") from None
-    if len(ids) >= _LEAST_JUDGED and ids.any() and not ids[1::2].any():
+    if len(ids) < _LEAST_JUDGED:
+        return
+    high = int(ids[1::2].max())
+    if high < _LEAST_LOW and ids[::2].max() >= (_LEAST_LOW if high else 1):
+        told = f"0 to {high}" if high else "0"
         raise InputError(
-            f"{file.where}: every second id of it is 0, as of 32-bit ids that are read as uint16; write them by"
+            f"{file.where}: every second id of it is {told}, as of 32-bit ids that are read as uint16; write them by"
             " numpy.save (.npy), which says how wide they are"
         )
 
