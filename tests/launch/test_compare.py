@@ -211,8 +211,11 @@ def test_rows_that_a_disk_has_altered_cost_their_figures_alone(tmp_path: Path) -
     assert by_name(found.breakdown)["forward"].measured == pytest.approx(0.6)
 
 
-def test_nothing_measured_yet_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [None, [row(1, 0.0)]])
+def test_nothing_measured_yet_is_one_line(tmp_path: Path, rows: list[dict[str, Any]] | None) -> None:
     record = recorded(tmp_path, PLAN)
+    if rows is not None:
+        write(tmp_path, record, rows)
     with pytest.raises(InputError, match=r"has no metrics.jsonl at .* nothing was measured") as caught:
         compare(record, None)
     assert "\n" not in str(caught.value)
