@@ -18,7 +18,7 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.image_shards import CONVNEXT, RESNET, VIT, image_job
 from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, SIGLIP_QWEN, TOWER, vlm_job
 from trainer_testing.tiny import tiny_job
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
 from trainyard import planner
@@ -519,3 +519,19 @@ def test_to_see_whether_a_model_can_be_built_none_is_built_with_its_weights(
     built.clear()
     task_of(job).build_model(job)
     assert len(built) == 2, "a class whose weights are recorded by now: name another"
+
+
+@pytest.mark.parametrize("is_llava", [False, True])
+def test_attention_that_runs_on_a_gpu_alone_is_no_wrong_size(
+    is_llava: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FlashAttention takes neither a picture without values nor fp32."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "of_gpus", refuse)
+    make, config = (vlm_job, CLIP_LLAMA) if is_llava else (image_job, VIT)
+    job = planner.resolve(parse(JobSpec, make(tmp_path, model={"config": config}), "job"), world_size=1)
+    model = job.spec.model.model_copy(update={"attention": "of_gpus"})
+    task_of(job).check_model(job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})}))

@@ -138,6 +138,8 @@ def try_picture(model: PreTrainedModel, size: int, see: Callable[[PreTrainedMode
     """InputError where `see(model, picture)` fails for a new model: that its stages don't fit each other, or the
     picture of `size` pixels a side, nothing else tells before the first step. No number is computed."""
     picture = torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype, device="meta")
+    if model.config._attn_implementation not in (None, "eager", "sdpa"):
+        model.set_attn_implementation("sdpa")  # a GPU's own kernels take no such picture; the sizes are the same
     try:
         see(model.to("meta").eval(), picture)
     except (RuntimeError, ValueError, IndexError) as error:
