@@ -502,6 +502,8 @@ def test_who_interrupts_the_verb_lets_the_export_remove_what_it_has_written(
     child += "signal.signal(signal.SIGTERM, end)\npathlib.Path('ready').touch()\ntime.sleep(600)\n"
     monkeypatch.setattr(exporting, "start", lambda _, **options: start([sys.executable, "-c", child], **options))
     monkeypatch.chdir(tmp_path)
+    # Whoever runs the tests in a shell's background has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
         wait_for(tmp_path / "ready")
@@ -509,8 +511,11 @@ def test_who_interrupts_the_verb_lets_the_export_remove_what_it_has_written(
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_export(str(tmp_path), [], {})
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_export(str(tmp_path), [], {})
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert (tmp_path / "tidied").exists()
 
