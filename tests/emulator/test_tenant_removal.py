@@ -303,6 +303,7 @@ def test_a_locked_object_stops_the_removal_before_any_stack_goes(
     assert site("kms").describe_key(KeyId=ids["Key"])["KeyMetadata"]["KeyState"] == "Enabled", "still readable"
 
 
+@pytest.mark.slow
 def test_an_export_is_done_once_and_what_came_since_is_never_emptied(
     site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_twice_is_once_and_a_missed_gate_is_one_line(site: Site, promoted: dict[
     assert "misses its gate" in missed.stderr and missed.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_export_from_s3_has_the_registered_weights_bit_by_bit(
     site: Site, promoted: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_home_that_takes_nothing_keeps_no_packages(tmp_path: Path, monkeypatch
     assert asked == [tmp_path, tmp_path]  # the nearest folder that is there
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_no_whole_number_of_seconds_in_binary_is_the_same_everywhere(tmp_path: Path) -> None:
     """4.35 h x 3600 is 15,659.999...: policy, request and proof round it alike, or the longest legal job looks like a
     second too long."""

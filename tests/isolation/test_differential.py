@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import pytest
 from ministack.core import iam_evaluator as other
 
 from trainyard.isolation import Site
@@ -196,6 +197,7 @@ class Maker:
         return Request(caller, self.random.choice(ACTIONS), resource, Context(stated), on_resource)
 
 
+@pytest.mark.slow
 def test_random_policies() -> None:
     answers = Counter[str]()
     for seed in range(6000):

@@ -194,6 +194,7 @@ def test_a_job_whose_folder_was_moved_is_not_begun_anew(job: JobSpec, resolved: 
     LocalBackend(now).check(record.with_next_attempt())
 
 
+@pytest.mark.slow
 def test_a_resume_waits_for_the_end_of_the_supervisor_before(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +268,7 @@ def supervise(directory: Path) -> None:
     subprocess.run(command, env=local_backend.trainer_environment(), check=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_second_supervisor_leaves_quietly(place: Path, tmp_path: Path) -> None:
     record = launch_here(local_spec(tmp_path, "stopping"), place)
     directory = place / record.job_id

@@ -231,6 +231,7 @@ def test_a_lost_machine_is_waited_for_and_the_job_comes_back(desk: Desk) -> None
     assert (status.state, status.record.attempt.reclaims) == ("Completed", 1)
 
 
+@pytest.mark.slow
 def test_a_lost_host_requeues_as_often_as_the_job_says(desk: Desk) -> None:
     record = desk.launch(
         "host", "say_why 'host node2 is gone: its entrypoint was killed'; sleep 0.2; exit 1", max_resumes=1

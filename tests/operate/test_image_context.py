@@ -50,6 +50,7 @@ def checkout(folder: Path, age_seconds: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_same_sources_make_the_same_wheel_and_other_rooms_change_nothing(tmp_path: Path) -> None:
     wheels = []
     for number in range(2):

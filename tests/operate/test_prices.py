@@ -375,6 +375,7 @@ def test_an_empty_answer_is_no_price(here: EmulatorInfo, capsys: pytest.CaptureF
     assert told["problems"] == ["g5.xlarge: no price found in eu-north-1"]
 
 
+@pytest.mark.slow
 def test_throttling_is_waited_for_and_then_named(here: EmulatorInfo, capsys: pytest.CaptureFixture[str]) -> None:
     emulator.throttle(here, "pricing:GetProducts", 2)
     told, rows = refreshed(capsys, "--instances", "p5.48xlarge")

@@ -90,6 +90,7 @@ def test_a_wrong_environment_is_one_line_and_exit_code_2(
     assert _made(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_what_is_wrong_in_another_processs_part_is_one_line_too(tmp_path: Path) -> None:
     """A boundary that IAM would not take shows only where the tenant is made: here in the second of two processes."""
     content = yaml.safe_load((ROOT / "environments" / "local.yaml").read_text())
@@ -168,6 +169,7 @@ def test_a_part_is_told_by_no_name_that_somebody_could_type(app: ModuleType) -> 
         app._parts({"processes": 0}, ["acme"])
 
 
+@pytest.mark.slow
 def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path) -> None:
     path = tmp_path / "far.yaml"
     path.write_text((ROOT / "environments" / "local.yaml").read_text().replace("us-east-1", "ap-southeast-5"))

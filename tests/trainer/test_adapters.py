@@ -47,6 +47,7 @@ def test_lora_at_two_ranks_equals_one_process() -> None:
     assert {case: error for case, error in errors.items() if error > TOLERANCE} == {}
 
 
+@pytest.mark.slow
 def test_an_adapter_checkpoint_of_one_engine_goes_on_under_another(base: Path, tmp_path: Path) -> None:
     job = lora_job(base)
     saved = run(2, [RunRequest(name, 1, STEPS, save=str(tmp_path / name), save_after_step=HALF, job=job)

@@ -437,6 +437,7 @@ def test_of_an_object_only_the_bytes_needed_are_fetched(
     assert taken == 1 and tensors["b"].eq(1).all()
 
 
+@pytest.mark.slow
 def test_room_is_looked_for_once_a_host_and_what_a_killed_run_left_is_no_lack(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

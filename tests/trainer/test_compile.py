@@ -83,6 +83,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks", "layout", "more", "most_graphs"), LAYOUTS)
 def test_compiled_layouts_equal_one_process(
     name: str, num_ranks: int, layout: dict[str, int] | None, more: dict[str, Any], most_graphs: int

@@ -222,6 +222,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_read(
         check_supported(job, device_type="cpu")
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_resumes_with_cut_sequences_and_spread_experts(tmp_path: Path) -> None:
     """The data room's shares, counts of tokens and the checkpoint room, on ranks that read the same sequences."""
     settings = [f"model.config.{key}={value}" for key, value in MIXTURE.items()]

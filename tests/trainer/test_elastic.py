@@ -135,6 +135,7 @@ def test_with_the_batch_kept_a_lost_host_costs_time_and_no_sample(tmp_path: Path
     assert {row["attempt"] for row in rows} == {1, 2, 3} and 8 in alone and 8 not in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_an_adapted_batch_reads_the_same_samples_in_more_steps_at_its_rate(tmp_path: Path, how: str) -> None:
     whole, expected = undisturbed(tmp_path / "whole", "adapt")

@@ -349,6 +349,7 @@ def test_a_peer_lost_as_the_host_is_told_to_stop_is_a_loss_once_steps_were_made(
     assert code == 75 or "it lost another rank: see the other hosts' reason" in failure(tree)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["after a step", "before a step"])
 def test_a_host_lost_as_this_one_is_told_to_stop_is_what_a_resumer_finds(moment: str, tmp_path: Path) -> None:
     """Before the first step of a start too: every start restores and compiles before it."""

@@ -152,6 +152,7 @@ def test_a_host_alone_ends_when_it_is_told_to(tmp_path: Path) -> None:
     assert (tree / "output/resume_me").exists() and not (tree / "output/failure").exists()
 
 
+@pytest.mark.slow
 def test_who_is_told_to_stop_ends_though_another_host_never_says_how_its_ranks_ended(tmp_path: Path) -> None:
     addresses, port = json.dumps({"algo-1": "127.0.0.1", "algo-2": "127.0.0.3"}), free_port()
     tree = opt_ml(tmp_path / "ml", hosts=("algo-1", "algo-2"), processes_per_host=1)

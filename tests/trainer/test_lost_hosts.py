@@ -213,6 +213,7 @@ def lose_the_second(root: Path, destination: Path) -> tuple[str, int]:
     return failure(trees[0])[0], first.returncode
 
 
+@pytest.mark.slow
 def test_the_entrypoint_gives_up_at_the_third_loss(tmp_path: Path) -> None:
     for _ in range(MOST_LOSSES - 1):
         start(tmp_path / "shared").judged(LOST)

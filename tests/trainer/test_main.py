@@ -304,6 +304,7 @@ def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
     assert "it continues from step 0" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lines"),
     [

@@ -104,6 +104,7 @@ def told(num_ranks: int, ill_rank: int, illness: str, monkeypatch: pytest.Monkey
     return seen
 
 
+@pytest.mark.slow
 def test_of_four_hosts_the_slow_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = told(4, 2, "slow", monkeypatch)
     assert seen["left_over"] == 0, "its process groups are gone"

@@ -46,6 +46,7 @@ def run(
     return [code for code, _ in ended], "\n".join(output for _, output in ended), trees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", STARTS)
 def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
     undisturbed: tuple[Path, list[Any]], tmp_path: Path, forked: str
@@ -90,6 +91,7 @@ def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_pat
     assert recoveries(trees[1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", STARTS)
 def test_a_rank_that_freezes_while_it_restores_costs_seconds_and_not_a_starts_hour(
     undisturbed: tuple[Path, list[Any]], tmp_path: Path, forked: str

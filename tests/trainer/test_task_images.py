@@ -577,6 +577,7 @@ def test_samples_of_the_next_batch_are_fetched_before_threads_get_to_them(
     assert asked[8:] == [(4, 3)], "nothing is fetched for an empty sample"
 
 
+@pytest.mark.slow
 def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real command on two ranks: accuracy far above chance, and a stop changes nothing."""
     samples = list(classified(72, seed=1))
