@@ -1,8 +1,12 @@
 """How ranks find each other, wait for each other and part."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -87,3 +91,17 @@ def test_a_failed_rendezvous_is_tried_again_and_collectives_give_up_sooner_once_
     assert "sum=2.0 tries=2\npatient\nsum=2.0\ngave up: " in first
     assert "imed out" in first
     assert "sum=2.0 tries=2\npatient\nsum=2.0\n" in second
+
+
+def test_what_a_failed_rank_held_is_held_until_it_has_reported_and_left(tmp_path: Path) -> None:
+    """A process group's destructor may wait for a lost peer: with the error's frames it would go before the report."""
+    (tmp_path / "failing.py").write_text(
+        "class Group:\n    def __del__(self):\n        print('destroyed', flush=True)\n"
+        "def main():\n    group = Group()\n    raise RuntimeError('Connection closed by peer')\n"
+        "main()\n"
+    )
+    environment = os.environ | {"RANK": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "trainer.host.rank", str(tmp_path), "failing"]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "RuntimeError: Connection closed by peer" in ended.stderr
+    assert ended.stdout == ""

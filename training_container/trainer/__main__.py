@@ -7,6 +7,7 @@ torchrun exits 1 whatever its workers exit with); 1 the job failed; 2 the input 
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -193,7 +194,12 @@ def _resolved_job(options: argparse.Namespace, world_size: int) -> ResolvedJob:
 
 
 if __name__ == "__main__":
-    code = main()
     if "trainer.host.rank" in sys.orig_argv:
-        sys.exit(code)  # it runs this module inside its own process, and has to write down how it went
+        sys.exit(main())  # it runs this module inside its own process, and has to write down how it went
+    try:
+        code = main()
+    except Exception:
+        # Left from here, where its frames are still held: their process group's destructor may wait for a lost peer.
+        sys.stderr.write(traceback.format_exc())
+        leave(1)
     leave(code)

@@ -295,10 +295,15 @@ def _become_rank(
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
+        _leave(code)  # before its frames go, and a process group whose destructor may wait for a lost peer
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -145,8 +145,14 @@ def _run(folder: Path, rank: int, module: str, arguments: list[str]) -> tuple[in
     except BaseException as error:
         # In one piece: the ranks of a host share one log, and print_exc() writes by the word.
         sys.stderr.write(traceback.format_exc())
+        _ERRORS.append(error)
         return 1, _one_line(error)
     return 0, ""
+
+
+_ERRORS: list[BaseException] = []
+"""Kept until the process leaves. With its frames a process group would go, whose destructor waits for collectives: a
+checkpoint's, behind the steps, may hang with a lost peer. The rank stood there, its end untold (torch 2.13, gloo)."""
 
 
 def _one_line(error: BaseException) -> str:
