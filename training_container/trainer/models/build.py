@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -18,7 +17,6 @@ from trainer.models.attention import HALF_TYPES, attach, choose_attention, varle
 from trainer.models.configuration import (
     check_vocabulary,
     configuration_in,
-    is_of_the_machine,
     one_line,
     refusing,
     size_of,
@@ -29,7 +27,7 @@ from trainer.models.gates import thin_gates
 from trainer.models.grouped_products import narrow_grouped_products
 from trainer.models.norms import fuse_norms
 from trainer.models.quantized import quantize_blocks
-from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
+from trainer.models.sharded_source import load, refusing_source, to_trained_type
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -120,15 +118,9 @@ def _bare(source: str) -> PreTrainedModel | None:
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
     source = job.spec.model.source
     assert source is not None
-    try:
+    with refusing_source(source):
         config = configuration_in(source)
         return load(AutoModelForCausalLM, source, config, attn_implementation=_attention(job, config))
-    except InputError:
-        raise  # it is a ValueError too, and says already what is wrong where
-    except (StrictDataclassError, *LOADING_ERRORS) as error:
-        if is_of_the_machine(error):
-            raise
-        raise InputError(f"model.source: {source}: can't be loaded: {one_line(error)}") from None
 
 
 def _as_pretrained(model: Any) -> PreTrainedModel:

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import logging as hf_logging
 
+from trainer.models.configuration import is_of_the_machine, one_line
 from trainer.speech import say
 from trainyard.errors import InputError
 
@@ -188,6 +190,19 @@ LOADING_ERRORS = (
     *(ArithmeticError, AssertionError),
 )
 """What transformers, and torch of sizes, raise for a directory that holds no model of the kind that was asked for."""
+
+
+@contextmanager
+def refusing_source(source: str) -> Iterator[None]:
+    """Around what is made of `model.source`: InputError, in one line, for what a folder that is no good raises."""
+    try:
+        yield
+    except InputError:
+        raise  # it is a ValueError too, and says already what is wrong where
+    except (StrictDataclassError, *LOADING_ERRORS) as error:
+        if is_of_the_machine(error):
+            raise
+        raise InputError(f"model.source: {source}: can't be loaded: {one_line(error)}") from None
 
 
 def load(

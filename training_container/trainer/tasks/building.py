@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
 from trainer.data.bad_records import BadRecords
 from trainer.data.build import sources_by_name
 from trainer.models import rotary
-from trainer.models.configuration import WRONG, configuration_in, is_of_the_machine, one_line, refusing
+from trainer.models.configuration import WRONG, configuration_in, one_line, refusing
 from trainer.models.deferred_weights import defer, outline, source_of
 from trainer.models.gates import thin_gates
 from trainer.models.norms import fuse_norms
-from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
+from trainer.models.sharded_source import load, refusing_source, to_trained_type
 from trainer.seeds import seed_everything
 from trainer.tasks.samples import SampleStream, SampleTable, SampleValidation
 from trainyard.errors import InputError
@@ -122,14 +121,8 @@ def outlined(
             model = outline(lambda: auto_class.from_config(config, dtype=torch.float32, **options), seed=seed)
     else:
         assert source is not None
-        try:
+        with refusing_source(source):
             model = load(auto_class, source, config, new_head=new_head, **options)
-        except InputError:
-            raise  # it is a ValueError too, and says already what is wrong where
-        except (StrictDataclassError, *LOADING_ERRORS) as error:
-            if is_of_the_machine(error):
-                raise
-            raise InputError(f"model.source: {source}: {one_line(error)}") from None
     assert isinstance(model, PreTrainedModel)
     return model
 
