@@ -17,7 +17,9 @@ MEMORY = constants.DEFAULT_MEMORY
 @pytest.fixture(scope="module")
 def page() -> str:
     """Its words and those of the page of its errors, each line's end a space."""
-    texts = [(DOCS / name).read_text(encoding="utf-8") for name in ("planner.md", "planner_accuracy.md")]
+    texts = [
+        (DOCS / name).read_text(encoding="utf-8") for name in ("planner.md", "planner_accuracy.md", "planner_unseen.md")
+    ]
     return re.sub(r"\s+", " ", " ".join(texts))
 
 

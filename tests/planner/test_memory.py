@@ -497,6 +497,9 @@ SEVEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+CORE = {"framework": "Megatron-Core", "sharding": "zero1"}
+
+
 def _layout_of(**fields: Any) -> Layout:
     return understand(SEVEN | fields).layout
 
@@ -528,6 +531,21 @@ def _layout_of(**fields: Any) -> Layout:
         # A byte for each average, whatever the weights' type.
         ({"framework": "transformers", "optimizer": "adamw_8bit"}, (2, 2, 2.03125, 0)),
         ({"master_weights": "none", "precision": "fp32"}, (4, 4, 8, 0)),
+        # fp32 weights have fp32 gradients; what is stated is what travels.
+        ({"gradient_precision": "bf16", "moment_precision": "bf16"}, (4, 4, 4, 2)),
+        ({"master_weights": "none", "gradient_precision": "fp32", "moment_precision": "fp32"}, (2, 4, 8, 0)),
+        ({"master_weights": "copy", "gradient_precision": "fp32", "moment_precision": "fp8"}, (2, 4, 6, 0)),
+        ({"master_weights": "copy", "gradient_precision": "bf16"}, (2, 2, 12, 0)),
+        (CORE, (2, 4, 12, 0)),
+        # The update reads fp32 copies of narrow gradients, or, where its moments are narrow, these themselves.
+        (CORE | {"gradient_precision": "bf16"}, (2, 4, 12, 0)),
+        (CORE | {"gradient_precision": "bf16", "moment_precision": "bf16"}, (2, 2, 8, 0)),
+        (CORE | {"gradient_precision": "bf16", "moment_precision": "fp32"}, (2, 4, 12, 0)),
+        (CORE | {"precision": "fp16", "gradient_precision": "fp32"}, (2, 4, 12, 0)),
+        (CORE | {"precision": "fp8", "moment_precision": "fp8"}, (2, 4, 6, 0)),
+        ({"framework": "nanotron", "gradient_precision": "bf16"}, (2, 4, 12, 0)),
+        ({"optimizer": "muon", "moment_precision": "bf16"}, (4, 4, 2, 2)),
+        ({"precision": "fp32", "moment_precision": "bf16"}, (4, 4, 4, 0)),
     ],
 )
 def test_who_trains_says_what_is_in_fp32(fields: dict[str, Any], bytes_: tuple[float, ...]) -> None:
@@ -549,6 +567,64 @@ def test_who_trains_says_what_is_in_fp32(fields: dict[str, Any], bytes_: tuple[f
 )
 def test_weights_that_nothing_counts_as_stated_are_said_to_be_ignored(fields: dict[str, Any], ignored: bool) -> None:
     assert predict(SEVEN | fields).get("ignored_fields", []) == ["master_weights"] * ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "resting", "peak"),
+    [
+        ({}, 2 + 4 + 12 / 8, 2 + 4 + 12 / 8),
+        # Copies of an eighth in fp32, from the step to the next one's begin.
+        ({"gradient_precision": "bf16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
+        ({"gradient_precision": "bf16", "moment_precision": "bf16"}, 2 + 2 + 8 / 8, 2 + 2 + 8 / 8),
+        ({"precision": "fp16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
+        ({"precision": "fp16", "gradient_precision": "fp16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
+        ({"precision": "fp16", "gradient_precision": "fp32"}, 2 + 4 + 12 / 8, 2 + 4 + 12 / 8),
+    ],
+)
+def test_narrow_gradients_of_megatron(fields: dict[str, Any], resting: float, peak: float) -> None:
+    """Bytes a parameter of the state between steps, and at the peak beside activations."""
+    question = understand(SEVEN | CORE | fields)
+    found = memory(question.shape, question.layout)
+    state = found.parameters + found.gradients + found.optimizer
+    assert state / question.shape.params == pytest.approx(peak, rel=1e-3)
+    assert found.state / question.shape.params == pytest.approx(resting, rel=1e-3)
+
+
+def test_stated_gradients_are_what_travels() -> None:
+    for engine in ({}, CORE | {"sharding": "none"}, CORE, {"framework": "transformers, DeepSpeed"}):
+        request = SEVEN | engine | {"gpus": 256, "global_batch": 1024, "data_replicate": 1}
+        wide = predict(request | {"gradient_precision": "fp32"})["step_seconds"]
+        assert predict(request | {"gradient_precision": "bf16"})["step_seconds"] < wide
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"gradient_precision": "fp16"}, "gradient_precision: must be one of fp32, bf16 (given: 'fp16')"),
+        ({"gradient_precision": "fp8", "precision": "fp8"}, "gradient_precision: must be one of fp32, bf16"),
+        ({"gradient_precision": "bf16", "precision": "fp16"}, "gradient_precision: must be one of fp32, fp16"),
+        ({"gradient_precision": "bf16", "precision": "fp32"}, "gradient_precision: must be one of fp32 (given"),
+        ({"moment_precision": "int4"}, "moment_precision: must be one of fp32, bf16, fp16, fp8 (given: 'int4')"),
+    ],
+)
+def test_types_that_nothing_gives_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        predict(SEVEN | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"gradient_precision": "bf16", "method": "lora"}, ["gradient_precision"]),
+        ({"moment_precision": "bf16", "method": "lora"}, []),
+        ({"moment_precision": "bf16", "optimizer": "adafactor"}, ["moment_precision"]),
+        ({"moment_precision": "bf16", "optimizer": "muon"}, []),
+        ({"moment_precision": "bf16", "gradient_precision": "fp32", "precision": "fp64"}, None),
+    ],
+)
+def test_types_that_nothing_reads_are_said_to_be_ignored(fields: dict[str, Any], ignored: list[str] | None) -> None:
+    both = ["gradient_precision", "moment_precision"]
+    assert predict(SEVEN | fields).get("ignored_fields", []) == (both if ignored is None else ignored)
 
 
 def test_autocast_keeps_what_flows_between_layers_in_fp32() -> None:

@@ -26,6 +26,8 @@ exchange; the experts' activated values; the shared expert."""
 Masters = Literal["usual", "none", "weights", "copy"]
 """usual: the engine's. none: weights, gradients and moments are all as narrow as products. weights: all of these are in
 fp32. copy: moments, and a copy of the weights that the optimizer updates, are; weights and gradients are narrow."""
+Kept = Literal["usual", "fp32", "bf16", "fp16", "fp8"]
+"""The type of gradients' sums, or of an optimizer's moments; usual: what the masters say."""
 Adapter = Literal["lora", "prefix", "scale"]
 """What is trained beside frozen weights: LoRA; LLaMA-Adapter's prefixes to attention (arXiv:2303.16199); its second
 version's scale and bias of each product (arXiv:2304.15010)."""
@@ -33,6 +35,8 @@ Rank = Literal["worst", "first", "last"]
 Engine = Literal["torch", "deepspeed", "megatron", "plain"]
 """Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
 weights, gradients and moments all have the training precision."""
+
+KEPT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,10 @@ class Layout:
     """When the framework's version appeared: kernels and overlap have improved since."""
     masters: Masters = "usual"
     """What is in fp32 beside products of 16 bits or fewer."""
+    gradient_precision: Kept = "usual"
+    """Of what ranks add up, and of gradients that stay until the step. fp32 weights have fp32 ones whatever is sent."""
+    moment_precision: Kept = "usual"
+    """Of AdamW's, Muon's or SGD's averages."""
     autocast: bool = False
     """Products alone are narrow: weights are gathered, and what flows between them is, in fp32."""
     offloads_checkpoints: bool = False
@@ -188,6 +196,16 @@ class Layout:
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
+
+    @property
+    def gradient_bytes(self) -> int | None:
+        """Bytes an element of `gradient_precision`; None: usual."""
+        return KEPT_BYTES.get(self.gradient_precision)
+
+    @property
+    def moment_bytes(self) -> int | None:
+        """Bytes an element of `moment_precision`; None: usual."""
+        return KEPT_BYTES.get(self.moment_precision)
 
     @property
     def is_deepspeed_autocast(self) -> bool:

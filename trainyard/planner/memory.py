@@ -137,13 +137,14 @@ def moment_bytes(layout: Layout) -> float:
     adafactor: a mean per row and column, next to nothing (arXiv:1804.04235). muon and sgd: one average, where muon
     leaves vectors and the model's ends to AdamW (`_beside_matrices`).
     """
+    average = layout.moment_bytes or 4.0
     kinds = {
         "adamw_paged": 0.0,
-        "adamw": 8.0,
+        "adamw": 2 * average,
         "adamw_8bit": 2 * (1 + 4 / 256),
         "adafactor": 0.01,
-        "muon": 4.0,
-        "sgd": 4.0,
+        "muon": average,
+        "sgd": average,
     }
     return kinds[layout.optimizer] + 4.0 * layout.keeps_average
 
@@ -161,8 +162,9 @@ def state_bytes(layout: Layout) -> StateBytes:
     if masters == "copy":
         return StateBytes(2, _narrow_gradient_bytes(layout), 4 + moments, 0)
     if masters == "none":
-        # Averages of a byte have one, whatever type the weights have.
-        return StateBytes(2, 2, moments if layout.optimizer == "adamw_8bit" else moments / 2, 0)
+        # Averages of a byte, or of a type that is stated, have that whatever type the weights have.
+        own = layout.optimizer == "adamw_8bit" or layout.moment_bytes is not None
+        return StateBytes(2, layout.gradient_bytes or 2, moments if own else moments / 2, 0)
     # FSDP gathers what it cut; where autocast makes it narrow, product by product, that is in fp32.
     return StateBytes(4, 4, moments, 6 if layout.autocast and layout.zero_stage == 3 else 2)
 
@@ -179,9 +181,14 @@ def masters_of(layout: Layout) -> Masters:
 
 def _narrow_gradient_bytes(layout: Layout) -> float:
     """Of a gradient whose weight is narrow."""
+    if layout.library == "nanotron":
+        # Its accumulators, in fp32, stand beside the gradients that autograd makes.
+        return 2 + (layout.gradient_bytes or 4)
     if layout.engine == "megatron":
-        # nanotron's fp32 accumulators stand beside the gradients that autograd makes.
-        return 6 if layout.library == "nanotron" else 4
+        # The update reads fp32 copies of narrow ones, but where its moments are narrow too.
+        return 2 if sums_narrow(layout) and not _copies_gradients(layout) else 4
+    if layout.gradient_bytes is not None:
+        return layout.gradient_bytes
     return 4 if layout.engine == "deepspeed" and _sums_in_fp32(layout) else 2
 
 
@@ -348,10 +355,22 @@ def _last_layer(shape: ModelShape, layout: Layout, constants: MemoryConstants) -
     return layer_activation_bytes(shape, layout, "none", constants)
 
 
+def sums_narrow(layout: Layout) -> bool:
+    """Whether Megatron's gradients are summed, and kept, in 16 bits: fp16's, or of bf16 where somebody says so."""
+    if layout.engine != "megatron" or layout.library == "nanotron" or layout.precision in ("fp32", "fp64"):
+        return False
+    return (layout.gradient_bytes or (2 if layout.precision == "fp16" else 4)) < 4
+
+
+def _copies_gradients(layout: Layout) -> bool:
+    """Whether Megatron's optimizer makes fp32 copies of narrow gradients. The one that keeps moments in fewer bits
+    (`--use-precision-aware-optimizer`) reads them as they are."""
+    return sums_narrow(layout) and (layout.moment_bytes or 4) == 4
+
+
 def _main_gradient_bytes(layout: Layout) -> float:
-    """Bytes a parameter of Megatron's fp32 copies of fp16 gradients; those of bf16 are fp32 all along."""
-    fp16 = layout.engine == "megatron" and layout.precision == "fp16" and layout.library != "nanotron"
-    return 4.0 if fp16 and layout.method == "full" else 0.0
+    """Bytes a parameter of these copies."""
+    return 4.0 if _copies_gradients(layout) and layout.method == "full" else 0.0
 
 
 def _adapter_state(

@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 
 from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance
+from trainyard.planner.assumptions import assumed, turning
 from trainyard.planner.communication import Fabric
 from trainyard.planner.constants import GIB
 from trainyard.planner.layout import (
@@ -84,10 +85,11 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         _of_heads(question),
         _of_precision(content, question),
         _of_attention(content, question),
-        _of_recomputation(content, question, use.needed),
+        turning(content, shape, layout, question.device),
         _of_nodes(content, question),
     )
     notes = [note for note in said if note]
+    unsaid = assumed(content, layout)
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -110,6 +112,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         # A misspelt field, or one that the method has no use for, must not pass unseen, and a caller's own label must
         # not cost the prediction.
         **({"ignored_fields": ignored} if ignored else {}),
+        **({"assumed": unsaid} if unsaid else {}),
         **({"notes": notes} if notes else {}),
     }
 
@@ -167,22 +170,6 @@ def _of_attention(content: Mapping[str, Any], question: Question) -> str:
     return f"attention {stated}: computes in 16 bits, on GPUs since Ampere; torch's memory-efficient kernel is counted"
 
 
-def _of_recomputation(content: Mapping[str, Any], question: Question, needed: float) -> str:
-    """What to say where recomputation is not stated, none is assumed, and that does not fit; "" elsewhere."""
-    shape, layout, room = question.shape, question.layout, question.device.memory_gib * GIB
-    if content.get("recompute") or layout.recompute != "none" or needed <= room:
-        return ""
-    levels: tuple[Recompute, ...] = ("selective", "full")
-    others = {level: memory(shape, dataclasses.replace(layout, recompute=level)).needed for level in levels}
-    found = ", ".join(
-        f"with {level} recomputation {use / GIB:.1f} GiB ({'fits' if use <= room else 'does not fit'})"
-        for level, use in others.items()
-    )
-    return (
-        f"recompute: not stated, and none is assumed, which needs {needed / GIB:.1f} GiB of {room / GIB:.1f}; {found}"
-    )
-
-
 def _of_nodes(content: Mapping[str, Any], question: Question) -> str:
     """What to say where a stated `gpus_per_node` gives way to the machine or rack that `interconnect` names."""
     taken = question.links.gpus_per_node
@@ -211,6 +198,13 @@ def _without_effect(content: Mapping[str, Any], question: Question) -> set[str]:
     taken = "weights" if layout.precision in ("fp32", "fp64") else "none" if layout.method != "full" else ""
     if taken and str(content.get("master_weights")).lower() != taken:
         unread.add("master_weights")
+    if layout.precision == "fp64":
+        unread |= {"gradient_precision", "moment_precision"}
+    if layout.optimizer not in ("adamw", "muon", "sgd"):
+        unread.add("moment_precision")
+    if layout.method != "full":
+        # Adapters' gradients are in fp32.
+        unread.add("gradient_precision")
     return {name for name in unread if content.get(name) is not None}
 
 

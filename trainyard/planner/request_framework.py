@@ -10,6 +10,7 @@ from trainyard.hardware import Gpu, instance, instance_types
 from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.layout import (
     Engine,
+    Kept,
     Library,
     Masters,
     Method,
@@ -24,6 +25,9 @@ ATTENTIONS = ("flash", "flash_attention_2", "flash_attention_3", "unfused", "eag
 
 MASTERS = ("none", "weights", "copy")
 """Where a request's weights are in fp32: nowhere, as they are, or as a copy beside narrow ones."""
+
+MOMENTS = ("fp32", "bf16", "fp16", "fp8")
+"""What `moment_precision` may say."""
 
 SHARDING = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -160,7 +164,7 @@ def _numerics(fields: Fields, *, loops_narrow: bool) -> dict[str, Any]:
     `loops_narrow`: transformers trains whole models, whose type is their weights'. Of fp16 there are none: torch's loss
     scaler refuses gradients of fp16 ("Attempting to unscale FP16 gradients"), so that its Trainer has autocast there.
     """
-    words, precision = words_of(fields), fields.text("precision")
+    words, precision = words_of(fields), fields.text("precision").lower()
     stated = fields.choice("master_weights", "usual", MASTERS) if fields.given("master_weights") else "usual"
     scales = loops_narrow and precision == "fp16"
     # PaddlePaddle's O1 narrows products alone; its O2 has weights and gradients of 16 bits, and the optimizer's copy.
@@ -171,7 +175,18 @@ def _numerics(fields: Fields, *, loops_narrow: bool) -> dict[str, Any]:
     if autocast and stated not in ("usual", "weights"):
         raise InputError(f"master_weights {stated}: autocast has weights in fp32; leave one of the two out")
     masters = "copy" if "paddle" in words and stated == "usual" and not autocast else stated
-    return {"autocast": autocast, "masters": cast(Masters, masters)}
+    return {"autocast": autocast, "masters": cast(Masters, masters), **_kept_types(fields, precision)}
+
+
+def _kept_types(fields: Fields, precision: str) -> dict[str, Kept]:
+    """Of gradients' sums and of moments, `usual` where nobody says. InputError for a type of gradients that products of
+    `precision` (bf16, where it says nothing) don't give."""
+    narrow = {"fp32": "fp32", "fp64": "fp32", "fp16": "fp16"}.get(precision, "bf16")
+    found: dict[str, Kept] = {}
+    for name, allowed in (("gradient_precision", ("fp32", narrow)), ("moment_precision", MOMENTS)):
+        if fields.given(name):
+            found[name] = cast(Kept, fields.choice(name, "usual", dict.fromkeys(allowed)))
+    return found
 
 
 def _host_exchange(fields: Fields) -> bool:

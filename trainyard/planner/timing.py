@@ -26,7 +26,7 @@ from trainyard.planner.communication import (
 )
 from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import QLORA_BYTES, masters_of, state_bytes, sums_on_host
+from trainyard.planner.memory import QLORA_BYTES, masters_of, state_bytes, sums_narrow, sums_on_host
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
@@ -643,7 +643,9 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
             times += 2 * gathered / members.size / PCIE_BYTES_PER_SECOND
         if layout.method == "full":
             in_fp32 = layout.engine == "torch" or layout.library == "trainyard"
-            reduced = params * 4 / units if in_fp32 else gathered
+            usual = params * 4 / units if in_fp32 else gathered
+            stated = layout.gradient_bytes
+            reduced = usual if stated is None else params * stated / units
             times += all_gather_seconds(reduced, members, links)
     return times * units
 
@@ -711,14 +713,17 @@ def _most_params(shape: ModelShape, layout: Layout) -> StageParams:
 
 
 def _sent_gradient_bytes(layout: Layout) -> float:
-    """Bytes a parameter of what the ranks add up: Megatron's gradients are of fp16 there, and summed in fp32 else.
+    """Bytes a parameter of what the ranks add up: what is stated; else Megatron's fp16 gradients as they are, and its
+    others in fp32.
 
     nanotron's state counts autograd's gradients beside the fp32 sums: only these travel. Our own trainer has DeepSpeed
     send all in fp32.
     """
+    if layout.gradient_bytes is not None:
+        return layout.gradient_bytes
     if layout.library in ("nanotron", "trainyard") and layout.precision not in ("fp32", "fp64"):
         return 4.0
-    if layout.engine == "megatron" and layout.precision == "fp16":
+    if sums_narrow(layout):
         return 2.0
     return state_bytes(layout).gradient
 
