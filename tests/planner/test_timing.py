@@ -708,3 +708,12 @@ def test_the_trainers_tensor_ranks_divide_whole_experts() -> None:
     rank = _Rank(shape, layout, gpu("H100"), LINKS, DEFAULT_CONSTANTS)
     weights = 128 / 16 * shape.hidden * 3 * shape.moe_ffn * 2 / rank.bytes_per_second
     assert rank._routed().products == pytest.approx(weights, rel=0.1)
+
+
+def test_products_behind_the_last_layer_take_their_time() -> None:
+    """They are counted as the model's work: without their time a step would be faster than its GPU's peak."""
+    bert = {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 30592, "gated_mlp": False, "seq": 512}
+    asked = bert | {"gpu": "A100", "gpus": 1, "micro_batch": 32, "framework": "Megatron-LM"}
+    none, usual, many = (predict(asked | {"head_products": count}) for count in (0, 2, 5000))
+    assert none["step_seconds"] < usual["step_seconds"] < 1.05 * none["step_seconds"]
+    assert 0.3 < many["mfu"] < 1

@@ -143,11 +143,17 @@ class PriceBook:
         return StoragePrice(float(here[0]["price"]), as_of, here[0]["source"])
 
     def _is_young(self, kind: str, as_of: datetime.date) -> bool:
-        return self._today is None or (self._today - as_of).days <= MAX_AGE_DAYS[kind]
+        # Somewhere it is tomorrow already.
+        return self._today is None or -1 <= (self._today - as_of).days <= MAX_AGE_DAYS[kind]
 
     def _require_young(self, kind: str, as_of: datetime.date, what: str) -> None:
         if self._today is not None and not self._is_young(kind, as_of):
             age = (self._today - as_of).days
+            if age < 0:
+                raise InputError(
+                    f"the {what} is of {as_of}, and this machine's clock says {self._today}: one of the two is wrong; "
+                    "set the clock, or get today's: trainyard prices refresh"
+                )
             raise InputError(
                 f"the {what} is of {as_of}, {age} days old, and is not quoted after {MAX_AGE_DAYS[kind]}; "
                 "get today's: trainyard prices refresh"

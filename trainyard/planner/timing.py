@@ -528,6 +528,7 @@ class _Rank(Operators):
             return (1 + again) * product + Unfused(shape, layout).loss(logits) / self.bytes_per_second, 0.0
         if layout.whole_logits:
             logits *= self._head_split
+        product += shape.head_products * self.product(self.tokens, shape.hidden, shape.hidden)
         forward = product + 3 * logits * 4 / self.bytes_per_second
         return forward, forward * again
 
