@@ -152,15 +152,17 @@ def test_a_rate_of_sagemakers_alone_is_a_price_of_its_own_machines_and_of_no_oth
         book.price("ml.p5.48xlarge", "us-east-1")
 
 
-def test_a_price_of_a_day_that_is_still_to_come_is_not_quoted() -> None:
-    """Of tomorrow it may be, somewhere; of next month the clock is wrong, or the file."""
+def test_a_price_of_a_day_that_is_still_to_come_is_quoted_where_there_is_no_other_and_says_so() -> None:
+    """Of tomorrow it may be, somewhere; of next month a clock is wrong, here or where it was written."""
     tomorrow = ("us-east-1", "on-demand", "50", "2026-11-24")
     later, known = ("us-east-1", "on-demand", "40", "2026-12-24"), ("us-east-1", "on-demand", "60", "2026-11-01")
-    assert book_of(tomorrow).price("p5.48xlarge").usd_per_hour == 50
-    assert book_of(later, known).price("p5.48xlarge").usd_per_hour == 60, "it stands in no other one's way"
-    assert book_of(later, today=None).price("p5.48xlarge").usd_per_hour == 40
-    with pytest.raises(InputError, match="is of 2026-12-24, and this machine's clock says 2026-11-23: one of the two"):
-        book_of(later).price("p5.48xlarge")
+    assert book_of(tomorrow, known).price("p5.48xlarge").usd_per_hour == 50
+    assert book_of(tomorrow).price("p5.48xlarge").basis == "EC2 on demand"
+    assert book_of(later, known).price("p5.48xlarge").usd_per_hour == 60
+    assert book_of(later, today=None).price("p5.48xlarge").basis == "EC2 on demand"
+    alone = book_of(later).price("p5.48xlarge")
+    assert alone.usd_per_hour == 40
+    assert alone.basis == "EC2 on demand; dated later than this machine's clock, 2026-11-23"
 
 
 def test_a_rate_that_is_too_old_stands_in_no_other_ones_way() -> None:

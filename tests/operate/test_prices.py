@@ -137,7 +137,8 @@ def test_what_is_read_is_what_plans_use(recorded: Recorded, tmp_path: Path) -> N
         (),
     )
     assert prices.keep(file, newer) == 6, "the same machine, region and way to buy: in place of the older one"
-    assert PriceBook.opened(file, today=DAY).price("p5.48xlarge").usd_per_hour == 50.0
+    later = datetime.date(2026, 12, 1)
+    assert PriceBook.opened(file, today=later).price("p5.48xlarge").usd_per_hour == 50.0
 
 
 def test_refreshes_that_end_together_lose_none_of_each_others_prices(tmp_path: Path) -> None:

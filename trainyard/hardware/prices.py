@@ -120,7 +120,9 @@ class PriceBook:
         if not here:
             raise InputError(_refusal(instance_type, region, purchase, offers, matching))
         young = [row for row in here if self._is_young(purchase, datetime.date.fromisoformat(row["as_of"]))]
-        chosen = _of_one_source(young or here)
+        # A day that is still to come is a wrong clock's, here or where the row was written.
+        past = [row for row in young if not self._is_ahead(datetime.date.fromisoformat(row["as_of"]))]
+        chosen = _of_one_source(past or young or here)
         as_of = datetime.date.fromisoformat(chosen[0]["as_of"])
         self._require_young(purchase, as_of, f"{PURCHASES[purchase]} price of {instance_type} in {region}")
         values = [float(row["price"]) for row in chosen]
@@ -128,7 +130,9 @@ class PriceBook:
             instance_type=instance_type,
             region=region,
             usd_per_hour=statistics.median(values),
-            basis=_basis(purchase, instance_type, chosen, values) + _doubt(chosen[0]["source"]),
+            basis=_basis(purchase, instance_type, chosen, values)
+            + _doubt(chosen[0]["source"])
+            + self._clock_doubt(as_of),
             as_of=as_of,
             source=chosen[0]["source"],
         )
@@ -143,17 +147,18 @@ class PriceBook:
         return StoragePrice(float(here[0]["price"]), as_of, here[0]["source"])
 
     def _is_young(self, kind: str, as_of: datetime.date) -> bool:
-        # Somewhere it is tomorrow already.
-        return self._today is None or -1 <= (self._today - as_of).days <= MAX_AGE_DAYS[kind]
+        return self._today is None or (self._today - as_of).days <= MAX_AGE_DAYS[kind]
+
+    def _is_ahead(self, as_of: datetime.date) -> bool:
+        """Of a day later than tomorrow, which somewhere it is already."""
+        return self._today is not None and (as_of - self._today).days > 1
+
+    def _clock_doubt(self, as_of: datetime.date) -> str:
+        return f"; dated later than this machine's clock, {self._today}" if self._is_ahead(as_of) else ""
 
     def _require_young(self, kind: str, as_of: datetime.date, what: str) -> None:
         if self._today is not None and not self._is_young(kind, as_of):
             age = (self._today - as_of).days
-            if age < 0:
-                raise InputError(
-                    f"the {what} is of {as_of}, and this machine's clock says {self._today}: one of the two is wrong; "
-                    "set the clock, or get today's: trainyard prices refresh"
-                )
             raise InputError(
                 f"the {what} is of {as_of}, {age} days old, and is not quoted after {MAX_AGE_DAYS[kind]}; "
                 "get today's: trainyard prices refresh"
