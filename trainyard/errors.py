@@ -9,6 +9,8 @@ class TrainyardError(Exception):
     """Base of every error that is shown to a person as one line, without a traceback."""
 
     exit_code = 1
+    may_run = ""
+    """The id of a job that was handed over before this: whether it runs nobody has said."""
 
 
 class JobFailedError(TrainyardError):

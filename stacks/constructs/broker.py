@@ -18,7 +18,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import instance, price
 
 MODULES = (
-    *("broker", "broker_ledger", "broker_queue", "broker_roles", "broker_rules"),
+    *("broker", "broker_answers", "broker_ledger", "broker_queue", "broker_roles", "broker_rules"),
     *("job_meter", "job_resumer", "job_roles", "retry_rules", "training_request"),
 )
 TIME_LIMIT = Duration.seconds(120)

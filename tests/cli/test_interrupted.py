@@ -9,6 +9,7 @@ import pytest
 
 from trainyard.cli import jobs, main
 from trainyard.cli.options import as_given
+from trainyard.errors import AwsAwayError
 from trainyard.launch.launcher import SubmissionInterruptedError
 
 JOB = "acme-tiny-20260131120000-1a2b"
@@ -61,16 +62,23 @@ def test_who_leaves_a_job_that_is_waited_for_is_told_that_it_goes_on(
     assert capsys.readouterr().out == f"{JOB}: Stopped\n  trainyard resume {JOB}{options}\n"
 
 
+@pytest.mark.parametrize("is_unanswered", [False, True])
 @pytest.mark.parametrize(("environment", "tenant", "options"), GIVEN)
-def test_who_interrupts_a_submission_is_told_how_to_end_it(
+def test_who_interrupts_a_submission_or_gets_no_answer_is_told_how_to_end_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     environment: str,
     tenant: str | None,
     options: str,
+    is_unanswered: bool,
 ) -> None:
+    end: BaseException = SubmissionInterruptedError(JOB)
+    if is_unanswered:
+        end = AwsAwayError("no answer")
+        end.may_run = JOB
+
     def handed_over(*_: object, **__: object) -> None:
-        raise SubmissionInterruptedError(JOB)
+        raise end
 
     monkeypatch.setattr("trainyard.cli.jobs._launched", handed_over)
     monkeypatch.setattr("trainyard.cli.jobs.place_and_id", handed_over)
@@ -80,9 +88,10 @@ def test_who_interrupts_a_submission_is_told_how_to_end_it(
     if tenant is None:  # a job file names its own
         ways.append(lambda: jobs.launch_job(spec, environment, processes=None, force=False))
     for way in ways:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(type(end)):
             way()
         told = capsys.readouterr().err
+        assert (f"{JOB} was handed over: it may run" in told) == is_unanswered
         assert f"`trainyard status {JOB}{options}` says" in told
         assert f"`trainyard stop {JOB}{options}`" in told and f"`trainyard resume {JOB}{options}`" in told
 

@@ -10,11 +10,17 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError, ParamValidationError, ReadTimeoutError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    EndpointConnectionError,
+    ParamValidationError,
+    ReadTimeoutError,
+)
 from launch_testing import IMAGE, JOB_ID, REGION
 
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
-from trainyard.functions import broker, broker_ledger, broker_rules
+from trainyard.functions import broker, broker_answers, broker_ledger, broker_rules
 from trainyard.functions.broker_ledger import Ledger
 from trainyard.functions.job_meter import month_of
 from trainyard.launch.broker import ask_broker
@@ -97,10 +103,11 @@ def ask(deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("s3", "ssm"):
         clients[name] = boto3.client(name, region_name=REGION)
 
-    def client(name: str) -> Any:
+    def client(name: str, **_: Any) -> Any:
         return clients[name]
 
     monkeypatch.setattr(boto3, "client", client)
+    monkeypatch.setattr(broker_answers, "LOOK_SECONDS", 0.0)
 
     def asked(job_id: Any = JOB_ID) -> dict[str, Any]:
         return broker.handler({"job_id": job_id}, None)
@@ -617,9 +624,127 @@ def test_a_request_that_was_never_sent_keeps_no_promise(
     with pytest.raises(KeyError):
         ask()
     assert _kept(deployed) == {}
-    errors.append(ReadTimeoutError(endpoint_url="https://sagemaker"))
-    assert ask()["code"] == "ReadTimeoutError"
-    assert set(_kept(deployed)) == {JOB_ID}, "no answer: the job may come yet"
+
+
+def _refused(code: str, status: int, operation: str = "CreateTrainingJob") -> ClientError:
+    answer: Any = {"Error": {"Code": code, "Message": "x"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(answer, operation)
+
+
+LOST = [
+    ReadTimeoutError(endpoint_url="https://sagemaker"),
+    EndpointConnectionError(endpoint_url="https://sagemaker"),
+    _refused("ServiceUnavailable", 503),
+    _refused("ResourceInUse", 400),
+]
+"""What may come of a request that SageMaker has taken: of the last one's repetition by the SDK."""
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+def test_a_job_whose_answer_was_lost_is_submitted(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    create, describe, looks = sagemaker.create_training_job, sagemaker.describe_training_job, []
+
+    def lose(**request: Any) -> None:
+        create(**request)
+        monkeypatch.setattr(sagemaker, "describe_training_job", slow)
+        raise error
+
+    def slow(TrainingJobName: str) -> dict[str, Any]:
+        looks.append(TrainingJobName)
+        return describe("acme-not-yet" if len(looks) == 1 else TrainingJobName)
+
+    monkeypatch.setattr(sagemaker, "create_training_job", lose)
+    assert ask() == {"submitted": JOB_ID, "already": False}
+    assert set(_kept(deployed)) == {JOB_ID} and looks == [JOB_ID] * 2
+    assert ask() == {"submitted": JOB_ID, "already": True} and len(sagemaker.created) == 1
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+def test_where_nobody_can_know_the_broker_says_so_and_the_next_call_settles_it(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    create, sent = sagemaker.create_training_job, list[dict[str, Any]]()
+
+    def lose(**request: Any) -> None:
+        sent.append(request)
+        raise error
+
+    monkeypatch.setattr(sagemaker, "create_training_job", lose)
+    answer = ask()
+    assert (answer["code"], answer["may_run"]) == ("Unknown", True)
+    assert answer["refused"].startswith(f"whether {JOB_ID} was taken can't be known now: ")
+    assert answer["refused"].endswith("; it isn't there, and may come yet")
+    assert set(_kept(deployed)) == {JOB_ID}, "its promise stands"
+    create(**sent[0])  # SageMaker was only late
+    assert ask() == {"submitted": JOB_ID, "already": True} and len(sagemaker.created) == 1
+
+
+def test_a_look_that_gets_no_answer_refuses_nothing(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where SageMaker's word was a refusal: the SDK may have asked twice, and the first job holds the machines."""
+    create = sagemaker.create_training_job
+    silent: list[BotoCoreError | ClientError] = [
+        ReadTimeoutError(endpoint_url="https://sagemaker"),
+        _refused("ThrottlingException", 400, "DescribeTrainingJob"),
+    ]
+
+    def describe(TrainingJobName: str) -> dict[str, Any]:
+        raise silent.pop()
+
+    def lose(**request: Any) -> None:
+        create(**request)
+        monkeypatch.setattr(sagemaker, "describe_training_job", describe)
+        raise _refused("ResourceLimitExceeded", 400)
+
+    honest = sagemaker.describe_training_job
+    monkeypatch.setattr(sagemaker, "create_training_job", lose)
+    while silent:
+        answer = ask()
+        assert (
+            answer["may_run"] and "ResourceLimitExceeded" in answer["refused"] and "looking for it" in answer["refused"]
+        )
+        assert set(_kept(deployed)) == {JOB_ID}
+        monkeypatch.setattr(sagemaker, "describe_training_job", honest)
+        if silent:
+            sagemaker.jobs.clear()
+    assert ask() == {"submitted": JOB_ID, "already": True}
+
+
+def test_a_role_that_could_not_be_made_is_no_lost_answer(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract, monkeypatch: Any
+) -> None:
+    _retell(deployed, contract, job_boundary="arn:aws:iam::123456789012:policy/boundary")
+
+    def make(*_: Any) -> None:
+        raise ReadTimeoutError(endpoint_url="https://iam")
+
+    monkeypatch.setattr(broker, "JobRoles", lambda *_: types.SimpleNamespace(make=make))
+    monkeypatch.setattr(boto3, "client", lambda name, client=boto3.client, **_: client(name) if name != "iam" else None)
+    answer = ask()
+    assert answer["code"] == "ReadTimeoutError" and "may_run" not in answer
+    assert _kept(deployed) == {} and not sagemaker.created
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_job_of_that_name_that_is_another_is_not_taken_for_the_one_that_is_asked_for(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    def lose(**request: Any) -> None:
+        sagemaker.add(JOB_ID, 2, hours=7)
+        raise LOST[0]
+
+    if lost:
+        monkeypatch.setattr(sagemaker, "create_training_job", lose)
+    else:
+        sagemaker.add(JOB_ID, 2, hours=7)
+    answer = ask()
+    assert answer["by"] == "rules" and not sagemaker.created
+    assert answer["refused"].startswith(
+        f"job {JOB_ID}: is there already, and not as its record says now: MaxRuntimeInSeconds is 25200, not 7200; stop"
+    )
 
 
 def _kept(deployed: Account) -> dict[str, Any]:
@@ -832,6 +957,10 @@ def test_what_the_broker_says_reaches_the_person(
         ask_broker(deployed, told, JOB_ID)
     answer({"refused": "other jobs are being submitted; repeat the command", "by": "aws", "code": "Busy"})
     with pytest.raises(AwsRefusedError, match=rf"^broker {told.broker} for job {JOB_ID}: other jobs are being"):
+        ask_broker(deployed, told, JOB_ID)
+    lost = f"whether {JOB_ID} was taken can't be known now"
+    answer({"refused": lost, "by": "aws", "code": "Unknown", "may_run": True})
+    with pytest.raises(AwsAwayError, match=rf"^broker {told.broker} for job {JOB_ID}: {lost}$"):
         ask_broker(deployed, told, JOB_ID)
     for content in ({"errorMessage": "no module\nnamed x", "errorType": "ImportError"}, b"not JSON"):
         answer(content, "Unhandled")

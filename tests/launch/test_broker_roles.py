@@ -90,7 +90,7 @@ def ask(deployed: Account, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setenv("BROKER", json.dumps(settings))
     clients: dict[str, Any] = {"sagemaker": jobs, "batch": jobs}
     clients |= {name: boto3.client(name, region_name=REGION) for name in ("s3", "ssm", "iam")}
-    monkeypatch.setattr(boto3, "client", lambda name: clients[name])
+    monkeypatch.setattr(boto3, "client", lambda name, **_: clients[name])
     monkeypatch.setattr(time, "sleep", lambda _: None)
     return lambda **event: broker.handler(event or {"job_id": JOB_ID}, None)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ReadTimeoutError
 from launch_testing import JOB_ID, REGION, contract_content
 
 from trainyard.errors import InputError
-from trainyard.functions import broker
+from trainyard.functions import broker, broker_answers
 from trainyard.functions.broker_queue import BATCH, STATUSES, asked_name, training_job_prefix
 from trainyard.functions.retry_rules import retry_rules
 from trainyard.launch.place import TenantAccess
@@ -156,7 +156,7 @@ def ask(
     monkeypatch.setenv("BROKER", json.dumps(settings))
     clients: dict[str, Any] = {"sagemaker": sagemaker, "batch": batch}
     clients |= {name: boto3.client(name, region_name=REGION) for name in ("s3", "ssm")}
-    monkeypatch.setattr(boto3, "client", lambda name: clients[name])
+    monkeypatch.setattr(boto3, "client", lambda name, **_: clients[name])
     return lambda: broker.handler({"job_id": JOB_ID}, None)
 
 
@@ -356,6 +356,28 @@ def test_what_batch_refuses_is_told_and_what_only_seemed_so_is_not(
     assert json.loads(body)["jobs"] == {}, "its promise is taken back"
     batch.refusal, batch.lost = False, True
     assert ask()["submitted"] == JOB_ID
+
+
+def test_a_queued_job_whose_answer_was_lost_is_there_or_nobody_knows(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = batch.submit_service_job
+    monkeypatch.setattr(broker_answers, "LOOK_SECONDS", 0.0)
+
+    def lose(**request: Any) -> None:
+        raise ReadTimeoutError(endpoint_url="https://batch")
+
+    monkeypatch.setattr(batch, "submit_service_job", lose)
+    answer = ask()
+    assert answer["may_run"] and answer["code"] == "Unknown"
+    assert set(_ledger(deployed, datetime.datetime.now(datetime.UTC))) == {JOB_ID}
+
+    def lose_the_answer(**request: Any) -> None:
+        submit(**request)
+        lose()
+
+    monkeypatch.setattr(batch, "submit_service_job", lose_the_answer)
+    assert ask() == {"submitted": JOB_ID, "already": False} and len(batch.asked) == 1
 
 
 def test_a_record_that_is_rewritten_to_another_type_is_the_same_job(

@@ -639,6 +639,18 @@ def test_a_broker_that_did_not_answer_may_be_at_it(cloud: Submitting) -> None:
     assert cloud.resume(1) == {"submitted": "yes"}
 
 
+def test_what_the_broker_can_not_know_of_is_asked_again_and_changed_by_nobody(cloud: Submitting) -> None:
+    """SageMaker gave no answer: the job may come yet, with the settings that it was told."""
+    cloud.answer = {"refused": "can't be known now", "by": "aws", "code": "Unknown", "may_run": True}
+    with pytest.raises(RuntimeError, match="can't be known now"):
+        cloud.resume(1)
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        Person(cloud).resume(hours=5)
+    cloud.answer = {"submitted": "yes"}
+    assert cloud.resume(1) == {"submitted": "yes"}
+    assert read(cloud.store).attempt.number == 2 and read(cloud.store).attempt.submitted_at
+
+
 def test_a_record_that_an_older_launcher_wrote_gets_no_field_that_this_would_refuse(cloud: Submitting) -> None:
     content = json.loads(read(cloud.store).model_dump_json())
     for name in ("claim", "handed_over_at"):

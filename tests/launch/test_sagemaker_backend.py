@@ -5,9 +5,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
 import pytest
+from botocore.exceptions import ClientError, ReadTimeoutError
 
-from trainyard.errors import InputError
-from trainyard.launch import launch, watch
+from trainyard.errors import AwsAwayError, InputError
+from trainyard.launch import launch, sagemaker_backend, watch
 from trainyard.launch.backend import LogCursor
 from trainyard.launch.checks import RunningJob
 from trainyard.launch.elastic import reviser
@@ -224,3 +225,32 @@ def test_a_resume_on_other_machines_meets_quota_hours_memory_and_budget_as_a_lau
     resumed = resume("budget={max_usd: 0.000001}", force=True)
     assert resumed.attempt.number == 2 and "budget.max_usd" in resumed.forced[-1]
     assert resumed.plan["max_usd"] == 0.000001, "planned anew"
+
+
+@pytest.mark.parametrize("code", ["", "ResourceInUse"])
+@pytest.mark.parametrize("what", ["taken", "not there", "another"])
+def test_a_direct_submission_whose_answer_was_lost_goes_by_what_is_there(
+    deployed: Account, record: JobRecord, contract: TenantContract, monkeypatch: Any, what: str, code: str
+) -> None:
+    backend = SageMakerBackend(deployed, contract)
+    sagemaker, request = deployed.client("sagemaker"), backend.request(record)
+    if what == "another":
+        request["StoppingCondition"] = {"MaxRuntimeInSeconds": 60}
+
+    class Trainer:
+        def train(self, **_: object) -> None:
+            if what != "not there":
+                sagemaker.create_training_job(**request)
+            if code:
+                raise ClientError({"Error": {"Code": code, "Message": "x"}}, "CreateTrainingJob")
+            raise ReadTimeoutError(endpoint_url="https://sagemaker")
+
+    monkeypatch.setattr(sagemaker_backend, "model_trainer", lambda *_: Trainer())
+    if what == "taken":
+        backend.submit(record, lambda _: None)
+    elif what == "another":
+        with pytest.raises(InputError, match=r"and not as its record says: MaxRuntimeInSeconds is 60, not 7200$"):
+            backend.submit(record, lambda _: None)
+    else:
+        with pytest.raises(AwsAwayError, match=f"submitting training job {record.job_id}: no answer came"):
+            backend.submit(record, lambda _: None)

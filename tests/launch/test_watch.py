@@ -475,8 +475,9 @@ def test_what_was_broken_off_without_an_answer_may_run_and_is_changed_by_nobody(
         def submit(self, record: JobRecord, say: Say) -> None:
             raise end
 
-    with pytest.raises(type(end)):
+    with pytest.raises(type(end)) as broken_off:
         watch.resume(store, Slow(), JOB_ID, revise=hours(1))
+    assert getattr(broken_off.value, "may_run", JOB_ID) == JOB_ID, "who launches it once more has two"
     cluster = Cluster()
     with pytest.raises(InputError, match=r"being submitted since .* If that command was killed: --force"):
         watch.resume(store, cluster, JOB_ID, revise=hours(3))

@@ -487,19 +487,28 @@ def place_and_id(job: str, environment: str, tenant: str | None) -> "tuple[Place
 
 @contextmanager
 def _told_what_to_do(options: str) -> Iterator[None]:
-    """Who interrupts a submission is told how to find out, and how to mend, what became of it."""
+    """Who interrupts a submission, or gets no answer to it, is told how to find out, and how to mend, what became of
+    it: launched once more it would be a second job."""
     from trainyard.launch.launcher import SubmissionInterruptedError
 
     try:
         yield
     except SubmissionInterruptedError as interrupted:
-        job = f"{interrupted.job_id}{options}"
-        print(
-            f"`trainyard status {job}` says whether it was submitted; `trainyard stop {job}` ends it,"
-            f" `trainyard resume {job}` submits what was not",
-            file=sys.stderr,
-        )
+        _say_what_to_do(f"{interrupted.job_id}{options}")
         raise
+    except TrainyardError as error:
+        if error.may_run:
+            print(f"warning: {error.may_run} was handed over: it may run", file=sys.stderr)
+            _say_what_to_do(f"{error.may_run}{options}")
+        raise
+
+
+def _say_what_to_do(job: str) -> None:
+    print(
+        f"`trainyard status {job}` says whether it was submitted; `trainyard stop {job}` ends it,"
+        f" `trainyard resume {job}` submits what was not",
+        file=sys.stderr,
+    )
 
 
 def _follow(place: "Place", job_id: str, *, quiet: bool, options: str) -> "Status":

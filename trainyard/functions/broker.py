@@ -7,9 +7,11 @@ tenant can write, so all of it is checked) and from the tenant's contract and th
 import datetime
 import json
 import os
+from functools import partial
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
+from trainyard.functions.broker_answers import ANSWER_SECONDS, ANSWER_TRIES, UnknownError, answered, difference
 from trainyard.functions.broker_ledger import PREPAID, BusyError, Ledger
 from trainyard.functions.broker_queue import QueueLedger, queue_up
 from trainyard.functions.broker_roles import JobRoles, once_seen
@@ -27,7 +29,9 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
 
     Answers {"submitted": NAME, "already": whether it was before}, with an "uncapped" line where no price is known and
     a "warning" where a quota of the month is nearly spent, or {"refused": one line, "by": "rules" or "aws", "code":
-    AWS's own}. The last line of its log is the audit's, JSON.
+    AWS's own}. With "may_run": true nothing was refused, and nobody can say yet whether the job was taken (an older
+    launcher takes for submitted what isn't `refused`): asked again, the broker looks first. The last line of its log is
+    the audit's, JSON.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -39,6 +43,8 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         answer = {"refused": str(refusal), "by": "rules"}
     except BusyError as busy:
         answer = {"refused": str(busy), "by": "aws", "code": "Busy"}
+    except UnknownError as unknown:
+        answer = {"refused": str(unknown), "by": "aws", "code": "Unknown", "may_run": True}
     except ClientError as error:
         told = error.response["Error"]
         text = " ".join(f"{error.operation_name}: {told.get('Code')}: {told.get('Message', '')}".split())
@@ -52,10 +58,12 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
 
 def _submit(job_id: Any) -> dict[str, Any]:
     import boto3
-    from botocore.exceptions import HTTPClientError
+    from botocore.config import Config
 
     settings = json.loads(os.environ["BROKER"])
-    ssm, s3, sagemaker = (boto3.client(name) for name in ("ssm", "s3", "sagemaker"))
+    # By default no answer is waited for five times a minute, longer than this function may take.
+    quick = Config(connect_timeout=5, read_timeout=ANSWER_SECONDS, retries={"total_max_attempts": ANSWER_TRIES})
+    ssm, s3, sagemaker = (boto3.client(name, config=quick) for name in ("ssm", "s3", "sagemaker"))
     contract = json.loads(ssm.get_parameter(Name=settings["contract"])["Parameter"]["Value"])
     job_id = rules.check_job_id(job_id, contract)
     job = rules.check_record(_record(s3, contract["buckets"]["data"], job_id), job_id, contract)
@@ -67,8 +75,6 @@ def _submit(job_id: Any) -> dict[str, Any]:
         if contract.get("job_boundary"):
             JobRoles(boto3.client("iam"), contract).make(job_id, job, queue)
 
-    if not shares and described(sagemaker, name) is not None:
-        return {"submitted": name, "already": True}
     request = training_job_request(
         job["spec"],
         contract,
@@ -80,6 +86,8 @@ def _submit(job_id: Any) -> dict[str, Any]:
         volume_key=compute["instance_type"] in settings["volume_keys"],
         asked=job["asked"],
     )
+    if not shares and (there := described(sagemaker, name)) is not None:
+        return {"submitted": _same(name, there, request), "already": True}
     longest = stopping_condition(compute)["MaxRuntimeInSeconds"] + keep_alive_seconds(compute)
     kept: dict[str, Any] = {
         "bucket": contract["buckets"]["checkpoints"],
@@ -90,7 +98,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         "follows_spot": contract.get("when_spent") == "stop",
     }
     if shares:
-        batch = boto3.client("batch")
+        batch = boto3.client("batch", config=quick)
         queued = QueueLedger(s3, sagemaker, batch=batch, **kept)
         return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest, prepare=make_role)
     ledger = Ledger(s3, sagemaker, **kept)
@@ -105,17 +113,27 @@ def _submit(job_id: Any) -> dict[str, Any]:
         warnings[:] = told
 
     ledger.promise(name, entry, check)
-    try:
-        make_role()
-        once_seen(lambda: sagemaker.create_training_job(**request), sagemaker.exceptions.ClientError)
-    except HTTPClientError:
-        raise  # no answer: the job may come yet, and its promise stands until it does or lapses
-    except Exception:
-        # An answer that was lost is no refusal: what counts is whether the job is there.
-        if described(sagemaker, name) is None:
-            ledger.release(name, entry)
-            raise
+
+    there = answered(
+        name,
+        lambda: once_seen(lambda: sagemaker.create_training_job(**request), sagemaker.exceptions.ClientError),
+        partial(described, sagemaker, name),
+        prepare=make_role,
+        give_up=partial(ledger.release, name, entry),
+    )
+    if there is not None:
+        _same(name, there, request)
     return {"submitted": name, "already": False, "request": request, **rules.remarks(entry, warnings)}
+
+
+def _same(name: str, there: dict[str, Any], request: dict[str, Any]) -> str:
+    """The name of a job that is there; Refused where it isn't the one that is asked for."""
+    if other := difference(there, request):
+        raise Refused(
+            f"job {name}: is there already, and not as its record says now: {other}; stop it (trainyard stop) or let "
+            "it end, and resume it then"
+        )
+    return name
 
 
 def _sweep(ended: Any = None) -> dict[str, Any]:

@@ -10,9 +10,11 @@ import datetime
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
+from trainyard.functions.broker_answers import answered
 from trainyard.functions.broker_ledger import RUNS, UNSEEN_SECONDS, Jobs, Ledger
 from trainyard.functions.retry_rules import retry_rules
 
@@ -116,8 +118,6 @@ def queue_up(
 ) -> dict[str, Any]:
     """Put a checked job into its type's queue; the broker's answer. `request`: CreateTrainingJob's, by the attempt's
     name; `longest_seconds`: that one start of it may run; `prepare`: makes what the job runs as, told of the queue."""
-    from botocore.exceptions import HTTPClientError
-
     name, spec = job["name"], job["spec"]
     share = rules.check_share(spec["compute"], job["num_hosts"], contract)
     rules.check_resumes(spec)
@@ -136,16 +136,13 @@ def queue_up(
         warnings[:] = told
 
     ledger.promise(name, entry, check)
-    try:
-        prepare(share["queue"])
-        batch.submit_service_job(**asked)
-    except HTTPClientError:
-        raise  # no answer: the job may come yet, and its promise stands until it does or lapses
-    except Exception:
-        # An answer that was lost is no refusal: what counts is whether the job is there.
-        if queued_job(batch, share["queue"], name) is None:
-            ledger.release(name, entry)
-            raise
+    answered(
+        name,
+        partial(batch.submit_service_job, **asked),
+        partial(queued_job, batch, share["queue"], name),
+        prepare=partial(prepare, share["queue"]),
+        give_up=partial(ledger.release, name, entry),
+    )
     return {"submitted": name, "already": False, "request": asked, **rules.remarks(entry, warnings)}
 
 

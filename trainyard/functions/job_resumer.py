@@ -260,7 +260,8 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     if "submitted" in answer:
         records.confirm(record)
         return dict(answer)
-    if "refused" in answer:  # else the function itself failed (its time was over, say), and may have submitted it
+    # Else the function itself failed (its time was over, say), or got no answer: the job may be there.
+    if "refused" in answer and not answer.get("may_run"):
         with contextlib.suppress(Exception):  # of the two the broker's answer is the one to tell
             records.take_back(record)
     if answer.get("by") != "rules":

@@ -20,7 +20,7 @@ def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str, say
     broker warns of is said: a quota that is nearly spent, a type whose price it doesn't know.
 
     InputError where a rule refuses it, AwsRefusedError where AWS does, or where the broker can't be called;
-    AwsAwayError where it gave no answer of its own.
+    AwsAwayError where it gave no answer of its own, or got none: the job may run.
     """
     from botocore.config import Config
 
@@ -41,6 +41,8 @@ def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str, say
         raise AwsAwayError(  # it may have submitted the job before (its time was over, say): nothing was refused
             f"{where}: it failed: {' '.join(str(told).split())}; its log is in log group {contract.log_group}"
         )
+    if answer.get("may_run"):
+        raise AwsAwayError(f"{where}: {answer['refused']}")
     if "refused" in answer:
         if answer.get("by") == "rules":
             raise InputError(f"{answer['refused']} (tenant {contract.tenant}'s broker)")

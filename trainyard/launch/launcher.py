@@ -330,8 +330,9 @@ def submit_attempt(
     InputError where somebody else changed that attempt since: one of the two would lose its settings in silence.
     `options`: as of trainyard.launch.watch.Status.
 
-    Who interrupts this is told the job's name: it may run by then, and cost what it costs. What to do about it the verb
-    says, which knows where it was told to look for the job.
+    Who interrupts this is told the job's name: it may run by then, and cost what it costs. So may one whose submission
+    got no answer, or was not written down: the error then has its id as `may_run`. What to do about it the verb says,
+    which knows where it was told to look for the job.
     """
     try:
         return _submitted(store, backend, written, say, options)
@@ -367,7 +368,9 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
         cluster = backend.submit(record, say) or ""
     except TrainyardError as error:
         # Who was broken off without an answer, by Ctrl-C too, may have begun something that has these settings.
-        if not isinstance(error, AwsAwayError | SilentError):
+        if isinstance(error, AwsAwayError | SilentError):
+            error.may_run = job_id
+        else:
             with contextlib.suppress(TrainyardError, OSError):  # of the two the first error is the one to tell
                 update(store, job_id, taken_back)
         raise
@@ -377,7 +380,11 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
             return current
         return current.with_attempt(submitted_at=asked_at, cluster=cluster).with_state(SUBMITTED, at=asked_at)
 
-    return update(store, job_id, confirmed).record
+    try:
+        return update(store, job_id, confirmed).record
+    except TrainyardError as error:
+        error.may_run = job_id
+        raise
 
 
 def record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
+from trainyard.functions.broker_answers import difference, is_lost
 from trainyard.functions.job_resumer import asked_attempt
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, error_code
@@ -82,9 +83,18 @@ class SageMakerBackend:
                 trainer.train(wait=False, logs=False)
             except Exception as error:
                 # The SDK describes the job right after creating it, and retries a create whose answer was lost:
-                # what counts is whether the job is there.
-                if error_code(error) != "ResourceInUse" and self._describe(name) is None:
+                # what counts is whether the job is there, and is the one that was asked for.
+                there = self._describe(name)
+                if there is None and is_lost(error):
+                    raise AwsAwayError(
+                        f"submitting training job {name}: no answer came, and it may come yet"
+                    ) from error
+                if there is None:
                     raise
+                if other := difference(there, request):
+                    raise InputError(
+                        f"training job {name}: is there already, and not as its record says: {other}"
+                    ) from None
 
     def _write_spec(self, record: JobRecord) -> None:
         s3 = self._launcher.client("s3")
