@@ -4,10 +4,14 @@ import errno
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.launch.backend import Observation
 
 
 @pytest.fixture
@@ -155,3 +159,46 @@ def test_wrong_input_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("state", ["Training", "Completed", None])
+@pytest.mark.parametrize("place", ["its own", "another's", "of no job"])
+def test_a_copy_to_where_a_job_saves_waits_for_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, state: str | None
+) -> None:
+    """A bucket knows no locks, and a job that computes writes nothing for hours."""
+    job = "acme-tiny-20260131120000-1a2b"
+    to = {"of no job": f"s3://acme-data/kept/{job}", "another's": f"s3://acme-data/jobs/{job}"}.get(
+        place, f"s3://acme-checkpoints/jobs/{job}"
+    )
+    record = SimpleNamespace(checkpoint_destination=f"s3://acme-checkpoints/jobs/{job}/")
+    store = SimpleNamespace(read=lambda job_id: SimpleNamespace(record={job: record}[job_id]))
+    backend = SimpleNamespace(observe=lambda _: Observation(state) if state else None)
+    opened: list[str] = []
+
+    def place_of(job_id: str, *_: object) -> Any:
+        opened.append(job_id)
+        return SimpleNamespace(store=store, backend=backend)
+
+    copied: list[str] = []
+    monkeypatch.setattr("trainyard.launch.place.place_of", place_of)
+    monkeypatch.setattr("trainyard.cli.checkpoints._client_of", lambda *_: None)
+    monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
+    words = ["checkpoints", "copy", str(folder), to, "--step", "20", "--tenant", "acme"]
+    is_refused = (place, state) == ("its own", "Training")
+    assert run(words) == (2 if is_refused else 0)
+    assert copied == ([] if is_refused else [to]) and opened == ([] if place == "of no job" else [job])
+    if is_refused:
+        assert f"{to}: job {job} saves there, and is still going (Training)" in capsys.readouterr().err
+
+
+def test_a_place_whose_job_nobody_knows_is_copied_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def place_of(job_id: str, *_: object) -> Any:
+        raise InputError(f"job {job_id}: there is no such job")
+
+    copied: list[str] = []
+    monkeypatch.setattr("trainyard.launch.place.place_of", place_of)
+    monkeypatch.setattr("trainyard.cli.checkpoints._client_of", lambda *_: None)
+    monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
+    to = "s3://kept/jobs/acme-tiny-20260131120000-1a2b"
+    assert run(["checkpoints", "copy", str(folder), to, "--step", "20", "--tenant", "acme"]) == 0 and copied == [to]

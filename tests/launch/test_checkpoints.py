@@ -4,10 +4,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +22,19 @@ import urllib3
 from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 from moto import mock_aws
+from moto.server import ThreadedMotoServer
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import checkpoint_files, checkpoints
 from trainyard.launch.checkpoint_files import Files, open_files
 from trainyard.launch.lineage import refuse_anothers
 from trainyard.spec.retention import BestSpec, Retention
+
+
+@pytest.fixture(autouse=True)
+def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written down in the checkout."""
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -374,6 +383,123 @@ def test_a_copy_that_s3_refuses_in_the_middle_leaves_nothing(
     with pytest.raises(AwsRefusedError, match="AWS refused: AccessDenied: no"):
         checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")
     assert "Contents" not in s3.list_objects_v2(Bucket="two")
+
+
+LARGE = 20 << 20
+"""Bytes: above what the SDK sends at once."""
+
+
+def _large(root: Path, step: int) -> None:
+    """A checkpoint whose first shard goes up in parts."""
+    folder = save(root, step)
+    content = bytes(LARGE)
+    (folder / "__0_0.distcp").write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0] |= {"bytes": LARGE, "sha256": hashlib.sha256(content).hexdigest()}
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "COMMITTED").write_text(json.dumps({"manifest_sha256": digest}))
+
+
+def _on_their_way(s3: Any) -> list[str]:
+    return [one["UploadId"] for one in s3.list_multipart_uploads(Bucket="two").get("Uploads", ())]
+
+
+def _killed(*_: object, **__: object) -> None:
+    os._exit(137)
+
+
+@pytest.fixture
+def served_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """As `s3`, for several processes."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    urllib.request.urlopen(f"{endpoint}/moto-api/reset", b"").close()  # what another test of this process left
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    client = boto3.client("s3", region_name="us-east-1")
+    for bucket in ("one", "two"):
+        client.create_bucket(Bucket=bucket)
+    yield client
+    server.stop()
+
+
+@pytest.mark.parametrize("source", ["folder", "s3"])
+def test_what_a_killed_copy_had_on_its_way_is_given_up_by_the_next_and_nothing_of_others(
+    tmp_path: Path, served_s3: Any, source: str
+) -> None:
+    _large(tmp_path / "a", 10)
+    origin = str(tmp_path / "a") if source == "folder" else upload(tmp_path / "a", served_s3, "one", "jobs/a")
+    to, said = "s3://two/kept", list[str]()
+    found = checkpoints.list_checkpoints(origin, served_s3)
+    others = [
+        served_s3.create_multipart_upload(Bucket="two", Key=f"kept/checkpoints/step-00000010/{name}")["UploadId"]
+        for name in ("__0_0.distcp", "another")
+    ]
+
+    def copy_and_die() -> None:
+        client = boto3.client("s3", region_name="us-east-1")
+        client.meta.events.register("before-call.s3.CompleteMultipartUpload", _killed)
+        checkpoints.copy(origin, client, found, to)
+
+    dies = multiprocessing.get_context("fork").Process(target=copy_and_die)
+    dies.start()
+    dies.join(60)
+    assert dies.exitcode == 137 and len(_on_their_way(served_s3)) == 3
+    elsewhere = checkpoints.copy(origin, served_s3, found, "s3://two/elsewhere", said.append)
+    assert len(elsewhere) == 1 and said == [] and len(_on_their_way(served_s3)) == 3
+    checkpoints.copy(origin, served_s3, found, to, said.append)
+    assert said == [f"unfinished uploads of an earlier copy to {to} removed: 1"]
+    assert sorted(_on_their_way(served_s3)) == sorted(others), "those may be of one that lives"
+    assert list((tmp_path / "state/copies").iterdir()) == []
+    there = checkpoints.chosen(to, served_s3, 10)
+    assert checkpoints.verified(to, served_s3, there).is_good
+
+
+def test_uploads_that_nobody_may_give_up_now_are_given_up_later(
+    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), s3)
+    upload_id = s3.create_multipart_upload(Bucket="two", Key="kept/x")["UploadId"]
+    (tmp_path / "state/copies").mkdir(parents=True)
+    name = hashlib.sha256(b"s3://two/kept").hexdigest()[:32]
+    lines = [{"Bucket": "two", "Key": "kept/x", "UploadId": one} for one in (upload_id, "none")]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"Bucket": "tw'
+    (tmp_path / f"state/copies/{name}.jsonl").write_text(text)
+    honest = s3.abort_multipart_upload
+
+    def refuse(**_: str) -> None:
+        raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "AbortMultipartUpload")
+
+    said = list[str]()
+    monkeypatch.setattr(s3, "abort_multipart_upload", refuse)
+    checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept", said.append)
+    assert said == [] and _on_their_way(s3) == [upload_id]
+    monkeypatch.setattr(s3, "abort_multipart_upload", honest)
+    checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept", said.append)
+    assert said == ["unfinished uploads of an earlier copy to s3://two/kept removed: 1"] and _on_their_way(s3) == []
+
+
+def test_of_two_copies_from_this_machine_to_one_prefix_the_second_is_refused(tmp_path: Path, s3: Any) -> None:
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), s3)
+    with (
+        open_files("s3://two/kept", s3).claimed(),
+        pytest.raises(InputError, match=r"^s3://two/kept: another `trainyard checkpoints copy` of this machine"),
+    ):
+        checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")
+    checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")
+
+
+def test_where_nothing_can_be_written_down_a_copy_goes_on(tmp_path: Path, s3: Any) -> None:
+    (tmp_path / "state").write_text("")
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), s3)
+    assert len(checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")) == 1
 
 
 def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """`checkpoints list|show|verify|prune|copy`: what a job has saved."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 import typer.core
 
-from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption, as_given
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError, JobFailedError
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from trainyard.spec.retention import Retention
 
 DEFAULT_VERB = "list"
+_OF_A_JOB = re.compile(r"s3://[^/]+/jobs/([^/]+)/*")
+"""Where a tenant's job saves (trainyard.launch.names.checkpoint_destination)."""
 
 
 class _ListByDefault(typer.core.TyperGroup):
@@ -224,13 +227,17 @@ def copy(
 
     if every and step is not None:
         raise InputError(f"--all: copies every good one; leave out --step {step}, or --all")
-    with console(stderr=True).status("copying"):
+    with console(stderr=True).status("copying") as spinner:
         destination, s3, *_ = destination_of(job, environment, tenant)
         if s3 is None and to.startswith("s3://") and tenant is not None:
             s3 = _client_of(tenant, environment, to)
+        if destination.rstrip("/") != to.rstrip("/"):
+            _refuse_running(to, environment, tenant)
         found = checkpoints.list_checkpoints(destination, s3) if every else []
         asked = [one for one in found if one.is_good] or [checkpoints.chosen(destination, s3, step)]
-        uris = checkpoints.copy(destination, s3, asked, to)
+        uris = checkpoints.copy(
+            destination, s3, asked, to, say=lambda words: spinner.console.print(words, markup=False)
+        )
     if as_json:
         print_json({"copied": uris})
     else:
@@ -289,6 +296,30 @@ def _client_of(tenant: str, environment: str, what: str) -> Any:
     from trainyard.spec.platform import load_environment
 
     return open_tenant(load_environment(environment_file(environment)), tenant, what).place.s3
+
+
+def _refuse_running(to: str, environment: str, tenant: str | None) -> None:
+    """InputError where a job saves to `to` that has not ended: a bucket knows no locks, but where a tenant's job saves
+    has the job's id. Nothing where nobody can say."""
+    from trainyard.launch.names import job_id_of
+    from trainyard.launch.place import place_of
+
+    named = _OF_A_JOB.fullmatch(to)
+    if named is None:
+        return
+    try:
+        job_id = job_id_of(named[1])
+        place = place_of(job_id, environment, tenant)
+        record = place.store.read(job_id).record
+        running = place.backend.observe(record)
+    except InputError:  # no job of ours, or a cluster that doesn't answer
+        return
+    if record.checkpoint_destination.rstrip("/") == to.rstrip("/") and running is not None and not running.finished:
+        stop = f"trainyard stop {job_id}{as_given(environment, tenant)}"
+        raise InputError(
+            f"{to}: job {job_id} saves there, and is still going ({running.state}): copy after its end ({stop}), or "
+            "give another prefix or folder"
+        )
 
 
 def _steps(steps: list[int]) -> str:

@@ -8,12 +8,14 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
+from trainyard.launch.backend import Say, say_nothing
+from trainyard.launch.upload_journal import journal
 from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind
 
 FOLDER = "checkpoints"
@@ -69,10 +71,11 @@ class Files(Protocol):
     def refuse_file(self) -> None:
         """InputError where the root is a file, or can be in none that it names."""
 
-    def claimed(self) -> AbstractContextManager[None]:
+    def claimed(self, say: Say = say_nothing) -> AbstractContextManager[None]:
         """Have the root for this process alone: no job begins to save there meanwhile. InputError where one does.
 
-        Of a bucket, and where there are no locks, nobody can say.
+        Where there are no locks nobody can say; of a bucket that is known of this machine's copies alone, and `say` is
+        told how many uploads of one that was killed were given up.
         """
 
 
@@ -221,7 +224,7 @@ class _FolderFiles:
                 raise InputError(f"{place}: is no folder, and nothing can be copied into it; give another one")
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def claimed(self, say: Say = say_nothing) -> Iterator[None]:
         path = self._root / _CLAIM
         made = [place for place in (self._root, *self._root.parents) if not os.path.lexists(place)]
         descriptor: int | None = None
@@ -355,8 +358,8 @@ class _S3Files:
     def refuse_file(self) -> None:
         """A bucket has no folders."""
 
-    def claimed(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def claimed(self, say: Say = say_nothing) -> AbstractContextManager[None]:
+        return journal(self._s3, self.root, say)
 
 
 def _may_be_a_steps(path: Path, top: Path) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
+from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
 from trainyard.launch.lineage import METRICS, refuse_anothers
 from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, misnamed, other_step, problem_with_sizes
@@ -278,7 +279,9 @@ def _in_order_of_removal(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: first.index(tail) if (tail := name.rsplit("/", 1)[1]) in first else 2)
 
 
-def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: str) -> list[str]:
+def copy(
+    destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: str, say: Say = say_nothing
+) -> list[str]:
     """Copy checkpoints, and the metrics beside them, to another prefix or folder; the URIs there.
 
     Each file is read back there and must be what its manifest promises before the marker is written; otherwise, or
@@ -287,13 +290,14 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     and found whole; InputError, before anything is copied, where another checkpoint of the same step is there, or
     another job's, or a job saves there now. No job begins to meanwhile; where that can't be had (S3, no locks), a file
     there that somebody else writes gives the copy up. What lies beside is of the newest step, and copied with that
-    alone. A resume of a job with `checkpoint.destination: <target>` goes on from there.
+    alone. A resume of a job with `checkpoint.destination: <target>` goes on from there. `say` is told what a killed
+    copy had left there and was removed.
     """
     source, sink = open_files(destination, s3), open_files(target, s3)
     if sink.is_same(source):
         raise InputError(f"{target}: is where the checkpoints are; give another prefix or folder")
     sink.refuse_file()
-    with sink.claimed():
+    with sink.claimed(say):
         return _copy_all(source, sink, checkpoints, s3)
 
 
