@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,50 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(destination: str, tmp_p
     # The run goes on and comes to the same step again.
     resumed.save(15, 20)
     assert Job(destination, tmp_path).newest() == 20
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", ".metadata", "__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_steps_file_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
+    """Who reads it waits for a writer, and who writes it for a reader."""
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    job.save(10, 20)
+    place = tmp_path / "destination/checkpoints/step-00000020" / name
+    place.unlink()
+    os.mkfifo(place)
+    with _alarm():
+        resumed = Job(str(tmp_path / "destination"), tmp_path)
+        assert resumed.newest() == 10
+        (line,) = resumed.said
+        assert line.startswith("checkpoint step=20 skipped: ") and name in line
+        resumed.save(15, 20)
+        assert Job(str(tmp_path / "destination"), tmp_path).newest() == 20
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    """Who waits here for ever has failed after a minute."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_pipe_on_a_hosts_own_disk_keeps_nobody_waiting(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "destination"), tmp_path, local_tier=tmp_path / "disk")
+    job.save(10)
+    (kept,) = (tmp_path / "disk").glob("*/checkpoints/step-00000010")
+    for name in ("checkpoints/step-00000010/manifest.json", "run"):
+        (kept.parents[1] / name).unlink(missing_ok=True)
+        os.mkfifo(kept.parents[1] / name)
+    with _alarm():
+        assert Job(str(tmp_path / "destination"), tmp_path, local_tier=tmp_path / "disk").newest() == 10
 
 
 def test_when_none_is_whole_it_says_so(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ class Delivery:
         if names:
             self._destination.delete(names)
         if (place := self._destination.folder(folder)) is not None:
-            _remove_empty(place)
+            _remove_rest(place)
 
     def newest(self) -> int:
         """The newest step that its manifest says is there, or that can't be read now; 0: there is none (first rank)."""
@@ -265,10 +265,15 @@ def _by_step(names: Mapping[str, int]) -> dict[int, dict[str, int]]:
     return found
 
 
-def _remove_empty(place: Path) -> None:
-    """The folders in a step's, and that: in the place of a file they would keep the step from being saved."""
+def _remove_rest(place: Path) -> None:
+    """What no listing of a step's files has: folders, that itself, and what is no file (a pipe, where who writes would
+    wait for a reader). In the place of a file they would keep the step from being saved."""
     if not place.is_symlink():
-        for at, _, _ in os.walk(place, topdown=False):
+        for at, _, names in os.walk(place, topdown=False):
+            for path in (Path(at, name) for name in names):
+                with suppress(OSError):
+                    if not path.is_symlink() and not path.is_file():
+                        path.unlink()
             with suppress(OSError):  # one that holds something
                 Path(at).rmdir()
 

@@ -4,6 +4,7 @@ import errno
 import glob
 import os
 import shutil
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,6 +76,10 @@ def _destination_error(message: str, permanent: bool) -> DestinationError:
 
 class MissingFileError(Exception):
     """There is no file of that name."""
+
+
+class NoFileError(MissingFileError):
+    """What has that name is no file: a pipe, which who reads it would wait at for ever, a device, a folder."""
 
 
 class Destination(ABC):
@@ -199,8 +204,11 @@ class LocalDestination(Destination):
             shutil.copyfile(source, path)
 
     def get_bytes(self, name: str) -> bytes:
-        with os_errors(f"read {self._root / name}"):
-            return (self._root / name).read_bytes()
+        path = self._root / name
+        with os_errors(f"read {path}"):
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise NoFileError(f"can't read {path}: it is no file")
+            return path.read_bytes()
 
     def get_range(self, name: str, *, start: int, num_bytes: int) -> bytes:
         with os_errors(f"read {self._root / name}"), (self._root / name).open("rb") as file:

@@ -22,7 +22,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError, os_errors
+from trainer.checkpoint.destination import (
+    Destination,
+    DestinationError,
+    MissingFileError,
+    NoFileError,
+    os_errors,
+)
 from trainer.checkpoint.group import Group
 from trainer.checkpoint.manifest import (
     COMMITTED,
@@ -274,8 +280,9 @@ class Restorer:
             # In this order: a job that completes its manifest meanwhile writes a marker for both before it.
             content, marker = (self._read(f"{folder}/{name}") for name in (MANIFEST, COMMITTED))
             manifest = committed_manifest(step, content, marker)
-        except MissingFileError:
-            return Candidate(step, None, f"{MANIFEST} is missing")
+        except MissingFileError as error:
+            wrong = "is no file" if isinstance(error, NoFileError) else "is missing"
+            return Candidate(step, None, f"{MANIFEST} {wrong}")
         except NewerFormatError as error:
             raise error.refusal(self._uri(step)) from None
         except ManifestError as error:
