@@ -24,6 +24,7 @@ from trainyard.launch.place import Place
 from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange
 from trainyard.launch.spending import Spent
 from trainyard.operate.course import Course, curve, row_of_line, units_per_second
+from trainyard.operate.sweep import record as sweep_records
 from trainyard.operate.sweep import runner as runner_module
 from trainyard.operate.sweep.record import LAUNCHING, SweepRecord, SweepStore, Trial, trial_name
 from trainyard.operate.sweep.runner import Runner, check_budget, first_trials
@@ -701,6 +702,48 @@ def test_what_aws_refuses_for_a_while_ends_no_sweep(begun: Any, monkeypatch: pyt
     found = runner.run(machines.tick)
     assert [one.state for one in found.lines] == ["Completed", "Stopped", "Stopped"] and not any(away.values())
     assert len(machines.launched) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"version": 99}, "sweep version 99 is newer than this trainyard reads; upgrade it"),
+        ({"version": "two"}, "is no sweep's record; bring a copy of it back"),
+        ({"colour": "red"}, r"a newer trainyard wrote it \(it has colour\); upgrade this one"),
+        ({"parallel": 0}, "parallel"),
+    ],
+)
+def test_a_sweep_that_this_trainyard_cannot_read_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    store = SweepStore("s", tmp_path)
+    store.folder.mkdir()
+    store.create(sweep_record(), "")
+    path = store.folder / "sweep.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+    with pytest.raises(InputError, match=told) as error:
+        store.read()
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+def test_a_sweep_of_before_is_read_and_becomes_of_this_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SweepStore("s", tmp_path)
+    store.folder.mkdir()
+    store.create(sweep_record(), "")
+    monkeypatch.setattr(sweep_records, "SWEEP_VERSION", 2)
+    assert store.read().version == 2
+    path = store.folder / "sweep.json"
+    content = json.loads(path.read_text())
+    del content["version"]
+    path.write_text(json.dumps(content))
+    assert store.read().version == 2
+
+
+def test_each_field_that_a_sweeps_record_gets_is_a_version_of_its_own() -> None:
+    fields = [f"{model.__name__}.{name}" for model in (SweepRecord, Trial) for name in model.model_fields]
+    told = f"a field came or went: raise SWEEP_VERSION; now: {fields}"
+    assert (len(fields), sweep_records.SWEEP_VERSION) == (31, 1), told
 
 
 def test_one_process_runs_a_sweep(tmp_path: Path) -> None:

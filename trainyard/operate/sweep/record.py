@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -19,9 +20,10 @@ from trainyard.launch.record import TERMINAL_STATES
 from trainyard.launch.session import state_root
 from trainyard.operate.sweep.search import SearchKind
 from trainyard.operate.sweep.stopping import StopRule
-from trainyard.spec.base import SpecModel, parse
+from trainyard.spec.base import SpecModel, parse, unknown_keys
 
 SWEEP_VERSION = 1
+"""Raised with every field that a record gets: a trainyard that doesn't know it refuses the record, and says why."""
 MOST_CHARACTERS = 40
 """Of a job's name (JobSpec.name)."""
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
@@ -174,9 +176,22 @@ class SweepStore:
             raise InputError(f"sweep {self.name}: there is none in {self.folder.parent} (there: {found})") from None
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: can't be read: {error}") from None
-        if not isinstance(content, dict) or content.get("version", 1) > SWEEP_VERSION:
-            raise InputError(f"{path}: is no sweep's record that this trainyard reads; upgrade it")
-        return parse(SweepRecord, content, str(path))
+        return _parsed(content, str(path))
+
+
+def _parsed(content: Any, where: str) -> SweepRecord:
+    version = content.get("version", 1) if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise InputError(f"{where}: is no sweep's record; bring a copy of it back, or begin a sweep of another --name")
+    if version > SWEEP_VERSION:
+        raise InputError(f"{where}: sweep version {version} is newer than this trainyard reads; upgrade it")
+    try:
+        # Whoever writes it again writes all that this one knows.
+        return parse(SweepRecord, {**content, "version": SWEEP_VERSION}, where)
+    except InputError:
+        if not (unknown := unknown_keys(SweepRecord, content)):
+            raise
+    raise InputError(f"{where}: a newer trainyard wrote it (it has {', '.join(unknown[:3])}); upgrade this one")
 
 
 def default_name(job_name: str, token: str) -> str:
