@@ -103,7 +103,8 @@ def test_a_resume_is_the_launchers_own_within_the_budget_and_its_repetition_chan
     assert [item.model_dump(exclude=own) for item in record.attempts] == [
         item.model_dump(exclude=own) for item in expected.attempts
     ]
-    assert record.attempt.claim and record.attempt.handed_over_at == record.attempt.submitted_at
+    assert record.attempt.claim and record.attempt.handed_over_at
+    assert job_resumer.in_seconds(record.attempt.handed_over_at) == record.attempt.submitted_at
     assert record.attempt.submitted_at and record.state == "Submitted"
     assert record.states[-2].note == "resumed by itself (1): no capacity; from step 0"
     # SageMaker may tell of one change more than once.
@@ -625,6 +626,41 @@ def test_of_two_events_at_once_the_one_that_is_refused_does_not_free_the_attempt
     cloud.meanwhile.append(others)
     assert cloud.resume(1) == {"submitted": "yes"}
     expect_what_runs_to_be_what_the_record_says(cloud, before)
+
+
+def test_of_two_events_in_one_second_the_first_that_is_refused_does_not_free_the_attempt(
+    cloud: Submitting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_resumer, "_now", lambda: "2026-01-31T12:00:09+00:00")
+    answers: list[dict[str, Any]] = []
+
+    def away() -> None:
+        raise TimeoutError
+
+    def others() -> None:
+        cloud.meanwhile.append(away)
+        with pytest.raises(TimeoutError):
+            cloud.resume(1)
+        answers.append(cloud.answer)
+
+    cloud.answer = {"refused": "over the quota", "by": "rules"}
+    cloud.meanwhile.append(others)
+    assert [cloud.resume(1)] == answers
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        Person(cloud).resume(hours=5)
+
+
+def test_each_who_hands_an_attempt_over_has_a_stamp_of_its_own_whatever_its_clock_says() -> None:
+    ahead = "2999-01-31T12:00:09+00:00"
+    assert job_resumer.moment_after(ahead) == "2999-01-31T12:00:09.000001+00:00"
+    stamps, last = set[str](), None
+    for _ in range(100):
+        last = job_resumer.moment_after(last)
+        stamps.add(last)
+    assert len(stamps) == 100 and max(stamps) == last
+    for odd in (None, "", "yesterday", "2999-01-31T12:00:09", 7):  # the tenant can write anything there
+        assert job_resumer.moment_after(odd) < "2999"  # type: ignore[arg-type]
+    assert job_resumer.in_seconds("yesterday") == "yesterday"
 
 
 def test_a_broker_that_did_not_answer_may_be_at_it(cloud: Submitting) -> None:

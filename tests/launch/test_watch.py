@@ -12,7 +12,7 @@ from boto3.exceptions import RetriesExceededError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError, SSLError
 
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
-from trainyard.launch import watch
+from trainyard.launch import launcher, watch
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, SilentError, say_nothing
 from trainyard.launch.launcher import SubmissionInterruptedError, new_record
@@ -449,6 +449,39 @@ def test_who_joins_a_submission_and_is_refused_does_not_free_the_attempt_for_oth
     assert watch.resume(store, cluster, JOB_ID, revise=hours(1)).spec.compute.max_hours == 1
     assert "somebody else has just resumed it" in told[0]
     assert cluster.taken == {f"{JOB_ID}-r2": 1}
+
+
+def test_of_two_who_submit_within_one_second_the_first_that_is_refused_does_not_free_the_attempt(
+    store: FolderRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "utc_now", lambda: "2026-01-31T12:00:09+00:00")
+
+    class BrokenOff(Cluster):
+        def submit(self, record: JobRecord, say: Say) -> None:
+            raise AwsAwayError("no answer")
+
+    class Busy(Cluster):
+        def submit(self, record: JobRecord, say: Say) -> None:
+            with pytest.raises(AwsAwayError):
+                watch.resume(store, BrokenOff(), JOB_ID)
+            raise AwsRefusedError("busy")
+
+    with pytest.raises(AwsRefusedError):
+        watch.resume(store, Busy(), JOB_ID, revise=hours(1))
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        watch.resume(store, Cluster(), JOB_ID, revise=hours(3))
+
+
+def test_who_can_not_write_down_that_a_job_was_taken_is_told_that_it_may_run(store: FolderRecordStore) -> None:
+    class Failing(FolderRecordStore):
+        def replace(self, stored: StoredRecord, record: JobRecord) -> StoredRecord:
+            if record.attempt.submitted_at is not None and record.attempt.number == 2:
+                raise AwsAwayError("no answer")
+            return super().replace(stored, record)
+
+    with pytest.raises(AwsAwayError) as broken_off:
+        watch.resume(Failing(store.folder), Cluster(), JOB_ID)
+    assert broken_off.value.may_run == JOB_ID
 
 
 def test_who_began_a_submission_and_is_refused_leaves_it_to_one_who_joined_it(store: FolderRecordStore) -> None:

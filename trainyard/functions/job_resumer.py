@@ -102,7 +102,7 @@ def with_attempt(record: dict[str, Any], why: str, step: int, now: str) -> dict[
     count = 1 + sum(state["note"].startswith(NOTE) for state in record["states"])
     attempt = {"number": number, "training_job_name": f"{record['job_id']}-r{number}", "created_at": now}
     if "claim" in record["attempts"][-1]:  # else its launcher is older, and would refuse what it doesn't know
-        attempt |= {"claim": f"{_CLAIM}{uuid.uuid4().hex}", "handed_over_at": now}
+        attempt |= {"claim": f"{_CLAIM}{uuid.uuid4().hex}", "handed_over_at": moment_after(None)}
     attempt |= {"submitted_at": None, "reclaims": 0, "failure": ""}
     state = {
         "state": "Created",
@@ -137,6 +137,23 @@ def handed_over(record: dict[str, Any], at: str | None) -> dict[str, Any]:
     """The record, its newest attempt being submitted since `at`, where its launcher knows that; None: it is not."""
     *before, newest = record["attempts"]
     return {**record, "attempts": [*before, {**newest, "handed_over_at": at}]} if "claim" in newest else record
+
+
+def moment_after(before: str | None) -> str:
+    """Now, in ISO 8601 and UTC, to the microsecond; the next one after `before` where a clock is behind that: of two
+    who hand an attempt over one after the other each knows its own stamp. Older records have whole seconds."""
+    now = datetime.datetime.now(datetime.UTC)
+    with contextlib.suppress(ValueError, TypeError):  # none, or no moment: nobody need have checked the record
+        now = max(now, datetime.datetime.fromisoformat(str(before)) + datetime.timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def in_seconds(moment: str) -> str:
+    """A moment of ISO 8601 to the second, as a record's states have it; what is none as it is."""
+    try:
+        return datetime.datetime.fromisoformat(moment).isoformat(timespec="seconds")
+    except ValueError:
+        return moment
 
 
 def asked_attempt(number: int, states: Any) -> int:
@@ -194,7 +211,7 @@ class Records:
         """Write down that the newest attempt of that record was submitted; whoever looks at the job does so too."""
         number = submitted["attempts"][-1]["number"]
         # Not when the answer came: its machines may have begun before that.
-        at = submitted["attempts"][-1].get("handed_over_at") or _now()
+        at = in_seconds(submitted["attempts"][-1].get("handed_over_at") or _now())
         state = {"state": "Submitted", "at": at, "attempt": number, "note": ""}
 
         def change(record: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +297,7 @@ def _next_attempt(
                 return record, "somebody has resumed it"
             # An event may come twice, and this function may have died in between.
             records.begun_before = record["attempts"][-1].get("handed_over_at")
-            record = handed_over(record, _now())
+            record = handed_over(record, moment_after(records.begun_before))
             if "claim" not in record["attempts"][-1] or records.replace(record, version):
                 return record, ""
             continue

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainyard import planner
 from trainyard.errors import AwsAwayError, InputError, JobFailedError, TrainyardError
+from trainyard.functions.job_resumer import moment_after
 from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
@@ -355,7 +356,7 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
         if (current.attempt.number, current.attempt.claim) != (number, written.attempt.claim):
             raise resumed_meanwhile(job_id, options)
         before.append(current.attempt.handed_over_at)
-        return current.with_attempt(handed_over_at=asked_at)
+        return current.with_attempt(handed_over_at=moment_after(current.attempt.handed_over_at))
 
     def taken_back(current: JobRecord) -> JobRecord:
         if current.attempt != record.attempt:

@@ -77,7 +77,8 @@ class Attempt(SpecModel):
     """Whose attempt it is, while it is not submitted: new whenever somebody writes or changes it, so that who wrote it
     before finds out."""
     handed_over_at: str | None = None
-    """None: nobody has begun to submit it, or who did was refused. Until then it may be changed."""
+    """None: nobody has begun to submit it, or who did was refused. Until then it may be changed. Else who handed it
+    over last knows its own by it: to the microsecond (trainyard.functions.job_resumer.moment_after)."""
     submitted_at: str | None = None
     """None: written down but never confirmed by the backend."""
     cluster: str = ""

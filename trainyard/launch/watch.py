@@ -283,8 +283,9 @@ def _revise_unsubmitted(
         ended_at = datetime.fromisoformat(begun_at) + timedelta(seconds=SUBMISSION_SECONDS)
         if datetime.now(UTC) < ended_at:
             raise InputError(
-                f"job {seen.record.job_id}: somebody else has just resumed it: it is being submitted since {begun_at}; "
-                f"trainyard status {seen.record.job_id}{seen.options}. If that command was killed: --force"
+                f"job {seen.record.job_id}: somebody else has just resumed it: it is being submitted since "
+                f"{job_resumer.in_seconds(begun_at)}; trainyard status {seen.record.job_id}{seen.options}. If that "
+                "command was killed: --force"
             )
     backend.check(revise(seen.record))
 
