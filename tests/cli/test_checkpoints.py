@@ -96,6 +96,45 @@ def test_an_empty_path_is_not_the_folder_that_one_is_in(
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/", "checkpoints/step-00000020"])
+def test_who_names_what_lies_in_the_folder_is_told_which_one_to_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    """It looked like a job that has saved nothing; a copy to it was one that no resume of the job finds."""
+    where, before = f"{folder}/{inside}", sorted(folder.rglob("*"))
+    for words in (["list", where], ["verify", where], ["prune", where, "--keep-last", "1"], ["show", where]):
+        assert run(["checkpoints", *words]) == 2, words
+        told = f"{where.rstrip('/')}: lies in a folder of checkpoints; give the one that holds it: {folder}\n"
+        assert capsys.readouterr().err.endswith(told)
+    assert run(["checkpoints", "copy", str(folder), where, "--step", "20"]) == 2
+    assert sorted(folder.rglob("*")) == before
+    monkeypatch.chdir(folder)
+    assert run(["checkpoints", "list", f"./{inside}"]) == 2
+    assert capsys.readouterr().err.endswith("give the one that holds it: .\n")
+
+
+def test_a_folder_called_checkpoints_that_holds_none_has_none_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for verb in ("list", "verify"):
+        assert run(["checkpoints", verb, "./checkpoints"]) == 0
+        assert capsys.readouterr().out == "no checkpoint yet\n"
+
+
+@pytest.mark.parametrize("address", ["s3:/acme/x", "s3:acme/x", "S3://acme/x", "arn:aws:s3:::acme/x", "gs://acme/x"])
+def test_an_address_that_is_none_of_s3_is_no_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert run(["checkpoints", "copy", "out", address, "--step", "20"]) == 2
+    assert capsys.readouterr().err == f"trainyard: {address}: must be an s3:// prefix or a folder\n"
+    assert run(["checkpoints", "list", address]) == 2
+    assert f"{address}: must be a job's id, an s3://bucket/prefix, or the folder" in capsys.readouterr().err
+    assert [path.name for path in folder.parent.iterdir()] == ["out"], "nothing was copied beside it"
+
+
 def test_one_that_cant_be_read_hides_no_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

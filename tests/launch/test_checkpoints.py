@@ -114,6 +114,19 @@ def test_list_tells_good_from_torn_and_from_broken(tmp_path: Path, s3: Any) -> N
     assert checkpoints.list_checkpoints(str(tmp_path / "nowhere"), None) == []
 
 
+def test_a_prefix_in_a_folder_of_checkpoints_is_told_and_a_bucket_called_so_is_none(tmp_path: Path, s3: Any) -> None:
+    save(tmp_path, 10)
+    upload(tmp_path, s3, "one", "jobs/a")
+    s3.create_bucket(Bucket="checkpoints")
+    for inside in ("checkpoints/", "checkpoints/step-00000010"):
+        with pytest.raises(
+            InputError, match="lies in a folder of checkpoints; give the one that holds it: s3://one/jobs/a"
+        ):
+            checkpoints.list_checkpoints(f"s3://one/jobs/a/{inside}", s3)
+    assert checkpoints.list_checkpoints("s3://checkpoints", s3) == []
+    assert checkpoints.list_checkpoints("s3://one/checkpoints", s3) == []
+
+
 def test_verify_reads_every_byte(tmp_path: Path, s3: Any) -> None:
     folder = save(tmp_path, 10)
     good = checkpoints.chosen(str(tmp_path), None, 10)

@@ -90,6 +90,8 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
         ("parallelism", {"data_shard": 4, "expert": 3}, ["expert (3) must divide", "(4)"]),
         ("parallelism", "automatic", ["parallelism", "'automatic'"]),
         ("model.source", "s3://bucket/model", ["exactly one of source", "config"]),
+        ("checkpoint", {"destination": "s3:/b/x"}, ["destination: must be an s3://BUCKET/PREFIX or a", "s3:/b/x"]),
+        ("checkpoint", {"destination": "s3:///"}, ["destination: must be an s3://BUCKET/PREFIX or a folder"]),
         ("data.train", [], ["data.train", "at least 1"]),
         ("data.train", [{"path": "x", "formt": "text"}], ["data.train.0.formt", "did you mean 'format'?"]),
         ("compute", {"backend": "sagemaker"}, ["compute", "needs instance_type", "ml.p5.48xlarge"]),

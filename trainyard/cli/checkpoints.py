@@ -139,6 +139,8 @@ def verify(
     else:
         for checkpoint in found:
             print(f"step {checkpoint.step}: {checkpoint.problem or 'whole'}")
+        if not found:
+            print("no checkpoint yet")
     if broken:
         steps = ", ".join(str(one.step) for one in broken)
         raise JobFailedError(f"{job}: {len(broken)} of {len(found)} checkpoints are broken (step {steps})")
@@ -265,8 +267,11 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     from trainyard.launch.checkpoint_files import refuse_empty
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
+    from trainyard.spec.checkpoint_names import is_foreign
 
     refuse_empty(job, "a job's id, or the folder that holds checkpoints/")
+    if is_foreign(job):
+        raise InputError(f"{job}: must be a job's id, an s3://bucket/prefix, or the folder that holds checkpoints/")
     is_folder = "://" not in job and Path(job, "checkpoints").is_dir()
     if is_folder or ("/" in job and "://" not in job) or job in (".", ".."):
         if not Path(job).is_dir():

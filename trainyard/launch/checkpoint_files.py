@@ -16,7 +16,7 @@ from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
 from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.upload_journal import journal
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind, is_foreign
 
 FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
@@ -87,7 +87,7 @@ def open_files(root: str, s3: Any) -> Files:
             advice = "nothing here says whose role may go there: give --tenant NAME, or a folder"
             raise InputError(f"{root}: is on S3, and {advice}")
         return _S3Files(root, s3)
-    if "://" in root:
+    if is_foreign(root):
         raise InputError(f"{root}: must be an s3:// prefix or a folder")
     return _FolderFiles(root)
 

@@ -7,6 +7,7 @@ with their sizes and hashes, and `COMMITTED`, written last, with the manifest's 
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +70,28 @@ class Checkpoint:
 
 
 def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
-    """The checkpoints under an s3:// prefix or a folder, oldest step first; one that can't be read hides no other."""
+    """The checkpoints under an s3:// prefix or a folder, oldest step first; one that can't be read hides no other.
+
+    InputError where that is itself in a folder of checkpoints: it is not one without any.
+    """
     files = open_files(destination, s3)
     by_step = _by_step(files.sizes(FOLDER))
+    if not by_step:
+        _refuse_inside(files.root, s3)
     return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
+
+
+def _refuse_inside(root: str, s3: Any) -> None:
+    holder, _, last = re.sub(r"/step-\d+$", "", root).rpartition("/")
+    if last != FOLDER or holder == "s3:/":  # a bucket may be called so
+        return
+    holder = holder or ("/" if root.startswith("/") else ".")
+    try:
+        steps = _by_step(open_files(holder, s3).sizes(FOLDER))
+    except TrainyardError:  # it may not be looked into
+        return
+    if steps:
+        raise InputError(f"{root}: lies in a folder of checkpoints; give the one that holds it: {holder}")
 
 
 def has_any(destination: str, s3: Any) -> bool | None:

@@ -1,11 +1,20 @@
 """What a checkpoint may say of itself: one rule for the trainer, which restores it, and for `trainyard checkpoints`."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 LEADS_NOWHERE = "is a link to what isn't there (is its disk mounted?)"
 """Said of a link in whose place checkpoints may be: who takes it for nothing begins the job anew."""
+
+_ADDRESS = re.compile(r"(s3[an]?|arn|gs|https?|file):", re.IGNORECASE)
+
+
+def is_foreign(place: str) -> bool:
+    """Whether it is written as an address, and as none of S3's that is read here (`s3:/acme/x`, an ARN): as a folder's
+    name it would be made where one is, and who looks for it in the bucket finds nothing."""
+    return not place.startswith("s3://") and ("://" in place or _ADDRESS.match(place) is not None)
 
 
 def misnamed(name: str) -> str:

@@ -16,7 +16,7 @@ from trainer.checkpoint.disk import read_at, read_once_at
 from trainer.checkpoint.manifest import FOLDER, step_of
 from trainyard.errors import InputError
 from trainyard.kept_room import FULL
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind
+from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind, is_foreign
 
 RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
@@ -152,7 +152,7 @@ def open_destination(uri: str, *, in_haste: bool = False) -> Destination:
     """The destination that `uri` names: s3://bucket/prefix or a local path. `in_haste`: see s3_client."""
     if uri.startswith("s3://"):
         return S3Destination(uri, in_haste=in_haste)
-    if "://" in uri:
+    if is_foreign(uri):
         raise InputError(f"checkpoint.destination {uri}: must be an s3:// prefix or a folder")
     return LocalDestination(Path(uri))
 
