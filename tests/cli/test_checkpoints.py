@@ -135,6 +135,31 @@ def test_an_address_that_is_none_of_s3_is_no_folder(
     assert [path.name for path in folder.parent.iterdir()] == ["out"], "nothing was copied beside it"
 
 
+def test_a_folder_that_nobody_can_look_at_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    long, circle = str(tmp_path / ("c" * 300) / "x"), str(tmp_path / "circle")
+    (tmp_path / "circle").symlink_to("circle")
+    for place in (long, circle):
+        assert run(["checkpoints", "list", place]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert place in line and "can't be looked at: " in line
+        assert run(["checkpoints", "copy", str(folder), place, "--step", "20"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("trainyard: can't ") and place in line
+    honest = Path.stat
+
+    def refused(path: Path, **how: bool) -> Any:
+        if path.name == "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return honest(path, **how)
+
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(Path, "stat", refused)  # root may look anywhere
+    assert run(["checkpoints", "list", "out"]) == 2
+    assert capsys.readouterr().err == "trainyard: out/checkpoints: can't be looked at: Permission denied\n"
+
+
 def test_one_that_cant_be_read_hides_no_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """`checkpoints list|show|verify|prune|copy`: what a job has saved."""
 
 import re
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -272,12 +273,12 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     refuse_empty(job, "a job's id, or the folder that holds checkpoints/")
     if is_foreign(job):
         raise InputError(f"{job}: must be a job's id, an s3://bucket/prefix, or the folder that holds checkpoints/")
-    is_folder = "://" not in job and Path(job, "checkpoints").is_dir()
-    if is_folder or ("/" in job and "://" not in job) or job in (".", ".."):
-        if not Path(job).is_dir():
+    is_s3 = job.startswith("s3://")
+    if not is_s3 and ("/" in job or job in (".", "..") or _is_folder(Path(job, "checkpoints"))):
+        if not _is_folder(Path(job)):
             raise InputError(f"{job}: no such folder; give a job's id, or the folder that holds checkpoints/")
         return Where(job, None, {})
-    if job.startswith("s3://"):
+    if is_s3:
         if tenant is None:
             raise InputError(f"{job}: give --tenant NAME too: its role is the one that reads it")
         return Where(job, _client_of(tenant, environment, job), {})
@@ -287,6 +288,16 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     return Where(
         record.checkpoint_destination, place.s3, place.variables, record.spec.checkpoint.retention, beside_of(record)
     )
+
+
+def _is_folder(path: Path) -> bool:
+    """InputError where it may not be looked at."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InputError(f"{path}: can't be looked at: {error.strerror}") from None
 
 
 def beside_of(record: "JobRecord") -> tuple[str, ...]:

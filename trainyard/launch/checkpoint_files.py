@@ -214,7 +214,8 @@ class _FolderFiles:
         return is_behind(self._root / folder, [self._root / other for other in others])
 
     def is_same(self, other: Files) -> bool:
-        return isinstance(other, _FolderFiles) and self._root.resolve() == other._root.resolve()
+        # Path.resolve raises at links that lead in a circle.
+        return isinstance(other, _FolderFiles) and os.path.realpath(self._root) == os.path.realpath(other._root)
 
     def refuse_file(self) -> None:
         for place in (self._root, *self._root.parents):
