@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.launch.backend import Observation
+from trainyard.launch.checkpoints import has_any
 
 
 @pytest.fixture
@@ -158,6 +161,43 @@ def test_a_folder_that_nobody_can_look_at_is_one_line(
     monkeypatch.setattr(Path, "stat", refused)  # root may look anywhere
     assert run(["checkpoints", "list", "out"]) == 2
     assert capsys.readouterr().err == "trainyard: out/checkpoints: can't be looked at: Permission denied\n"
+
+
+def test_a_steps_folder_that_may_not_be_looked_into_hides_no_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    honest_scan, honest_list, closed = os.scandir, os.listdir, str(folder / "checkpoints/step-00000010")
+    before = sorted(folder.rglob("*"))
+
+    def refuse(honest: Any) -> Any:
+        def refused(path: Any = ".") -> Any:
+            if str(path) == closed:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return honest(path)
+
+        return refused
+
+    monkeypatch.setattr(os, "scandir", refuse(honest_scan))  # root may look anywhere
+    monkeypatch.setattr(os, "listdir", refuse(honest_list))
+    told = f"can't look into {closed}: Permission denied"
+    assert run(["checkpoints", "list", str(folder), "--json"]) == 1
+    answer = capsys.readouterr()
+    listed = json.loads(answer.out)
+    assert [(one["step"], one["readable"], one["num_files"]) for one in listed][:2] == [(10, False, 0), (20, True, 3)]
+    assert answer.err.endswith(f"1 of 3 checkpoints can't be read (step 10): {told}\n")
+    assert run(["checkpoints", "list", str(folder)]) == 1
+    assert "can't be read: can't look into" in " ".join(capsys.readouterr().out.split())
+    (folder / "checkpoints/step-00000030/__0_0.distcp").write_bytes(b"weights!")
+    assert run(["checkpoints", "prune", str(folder), "--keep-last", "1", "--json", "--yes"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] == [10, 30]
+    assert run(["checkpoints", "copy", str(folder), str(tmp_path / "copy"), "--step", "10"]) == 1
+    assert told in capsys.readouterr().err and not (tmp_path / "copy").exists()
+    assert run(["checkpoints", "copy", str(folder), str(tmp_path / "copy")]) == 0, "the newest is whole"
+    assert has_any(str(folder), None)
+    shutil.rmtree(folder / "checkpoints/step-00000030")
+    assert has_any(str(folder), None) is None, "it may be one"
+    monkeypatch.undo()
+    assert {path for path in before if "step-00000010" in path.parts} <= set(folder.rglob("*"))
 
 
 def test_one_that_cant_be_read_hides_no_other(

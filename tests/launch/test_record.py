@@ -1,6 +1,8 @@
 """Job records: written under a condition, never overwritten in silence, the same in a bucket and in a folder."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,20 @@ def test_each_field_that_a_record_gets_is_a_version_of_its_own() -> None:
         for name in model.model_fields
     ]
     assert (len(fields), RECORD_VERSION) == (33, 2), f"a field came or went: raise RECORD_VERSION; now: {fields}"
+
+
+def test_jobs_that_may_not_be_listed_are_not_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FolderRecordStore(tmp_path / "jobs")
+    assert folder.job_ids() == []
+    (tmp_path / "jobs/acme-a-20260101000000-0001").mkdir(parents=True)
+    assert folder.job_ids() == [], "a folder without a record"
+
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refused)  # root may look anywhere
+    with pytest.raises(InputError, match=rf"^{tmp_path}/jobs: its jobs can't be listed: Permission denied$"):
+        folder.job_ids()
 
 
 def test_a_record_that_cannot_be_read_is_not_a_job_that_is_not_there(tmp_path: Path, make_record: MakeRecord) -> None:

@@ -95,10 +95,10 @@ def checkpoints_table(found: Sequence[Checkpoint]) -> Table:
         right = heading in {"step", "MiB"}
         table.add_column(heading, no_wrap=heading != "where", overflow="fold", justify="right" if right else "left")
     for item in found:
-        if not item.committed:
-            state = Text("torn: never read", style="yellow")
-        elif not item.is_readable:
+        if not item.is_readable:
             state = Text(f"can't be read: {item.problem}", style="yellow")
+        elif not item.committed:
+            state = Text("torn: never read", style="yellow")
         elif item.problem:
             state = Text(f"broken: {item.problem}", style="red")
         else:

@@ -36,7 +36,10 @@ class Files(Protocol):
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Name -> bytes of every file below the folder `prefix`; empty where there is none. A step's link to what isn't
-        there has a slash at its end."""
+        there, and among all a step's folder that may not be looked into, has a slash at its end."""
+
+    def why_hidden(self, folder: str) -> str:
+        """What is wrong with a step's folder that `sizes` names with a slash."""
 
     def read(self, name: str) -> bytes | None:
         """A small file's content; None where it isn't there."""
@@ -118,9 +121,13 @@ class _FolderFiles:
             raise JobFailedError(f"can't list {folder}: {link} {LEADS_NOWHERE}")
 
         def judge(error: OSError) -> None:
+            path = Path(error.filename)
             # A job that runs removes what it no longer keeps.
-            if not isinstance(error, FileNotFoundError) and _may_be_a_steps(Path(error.filename), folder):
+            if isinstance(error, FileNotFoundError) or not _may_be_a_steps(path, folder):
+                return
+            if path == folder or prefix != FOLDER:
                 raise error
+            found[f"{prefix}/{path.relative_to(folder).parts[0]}/"] = 0  # it hides no other
 
         with _os_errors("list", folder):
             # As the trainer reads it: a step may be a link to another disk.
@@ -137,6 +144,17 @@ class _FolderFiles:
                     except OSError as error:
                         judge(error)
         return found
+
+    def why_hidden(self, folder: str) -> str:
+        path = self._root / folder
+        if broken_link(path) is not None:
+            return f"it {LEADS_NOWHERE}"
+        try:
+            for name in os.listdir(path):  # noqa: PTH208  # whose error has its name
+                (path / name).stat()
+        except OSError as error:
+            return f"can't look into {error.filename}: {error.strerror}"
+        return "it could not be looked into a moment ago; look again"
 
     def read(self, name: str) -> bytes | None:
         path = self._root / name
@@ -182,7 +200,8 @@ class _FolderFiles:
         found = {}
         for name in self.sizes(prefix):
             with suppress(OSError):  # it went meanwhile
-                found[name] = _mark(self._root / name)
+                if not name.endswith("/"):
+                    found[name] = _mark(self._root / name)
         return found
 
     def delete(self, names: Iterable[str]) -> None:
@@ -262,6 +281,9 @@ class _S3Files:
 
     def sizes(self, prefix: str) -> dict[str, int]:
         return {name: int(item["Size"]) for name, item in self._listed(prefix)}
+
+    def why_hidden(self, folder: str) -> str:
+        return ""
 
     def _listed(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
         skip = len(self._key(""))

@@ -16,7 +16,7 @@ from trainyard.errors import AwsRefusedError, InputError, JobFailedError, Trainy
 from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
 from trainyard.launch.lineage import METRICS, refuse_anothers
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, file_name, misnamed, other_step, problem_with_sizes
+from trainyard.spec.checkpoint_names import file_name, misnamed, other_step, problem_with_sizes
 from trainyard.spec.retention import Retention
 
 _MARKER = "COMMITTED"
@@ -100,7 +100,10 @@ def has_any(destination: str, s3: Any) -> bool | None:
         names = open_files(destination, s3).sizes(FOLDER)
     except TrainyardError:
         return None
-    return any(_MARKER in files for files in _by_step(names).values())
+    steps = _by_step(names).values()
+    if any(_MARKER in files for files in steps):
+        return True
+    return None if any("" in files for files in steps) else False
 
 
 def _by_step(names: dict[str, int]) -> dict[int, dict[str, int]]:
@@ -121,14 +124,14 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
     seen = Checkpoint(
         step=step,
         uri=f"{files.root}/{folder}/",
-        num_files=len(names),
+        num_files=len(names.keys() - {""}),
         size_bytes=sum(names.values()),
         committed=_MARKER in names,
         problem="" if _MARKER in names else f"it has no {_MARKER} marker (its save was interrupted)",
     )
-    if not seen.committed:
-        elsewhere = misnamed(folder) if not names else f"it {LEADS_NOWHERE}" if "" in names else ""
-        return _with(seen, is_readable=False, problem=elsewhere) if elsewhere else seen
+    hidden = misnamed(folder) if not names else files.why_hidden(folder) if "" in names else ""
+    if hidden or not seen.committed:
+        return _with(seen, is_readable=False, problem=hidden) if hidden else seen
     try:
         manifest, digest = _manifest(files, step)
         shards = tuple((file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
