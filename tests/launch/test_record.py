@@ -210,6 +210,22 @@ def test_each_field_that_a_record_gets_is_a_version_of_its_own() -> None:
     assert (len(fields), RECORD_VERSION) == (33, 2), f"a field came or went: raise RECORD_VERSION; now: {fields}"
 
 
+@pytest.mark.parametrize("moment", ["", "yesterday", "2026-01-31T12:00:00"])
+@pytest.mark.parametrize("where", ["states.0.at", "attempts.0.created_at", "attempts.0.handed_over_at"])
+def test_a_moment_that_is_none_is_one_line(tmp_path: Path, make_record: MakeRecord, where: str, moment: str) -> None:
+    """Who writes a record by hand; a verb that reckoned with it ended in a traceback."""
+    folder = FolderRecordStore(tmp_path)
+    folder.create(make_record(JOB_ID))
+    path = folder.directory(JOB_ID) / "record.json"
+    content = json.loads(path.read_text())
+    section, _, field = where.split(".")
+    content[section][0][field] = moment
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"record\.json: {where}: '{moment}' is no moment as 2026-") as told:
+        folder.read(JOB_ID)
+    assert "\n" not in str(told.value)
+
+
 def test_jobs_that_may_not_be_listed_are_not_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = FolderRecordStore(tmp_path / "jobs")
     assert folder.job_ids() == []

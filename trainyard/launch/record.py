@@ -207,13 +207,36 @@ def _parse_record(text: bytes, where: str) -> JobRecord:
         raise InputError(f"{where}: record version {content['version']} is newer than this trainyard reads; upgrade it")
     try:
         # Whoever writes it again writes all that this one knows.
-        return parse(JobRecord, {**content, "version": RECORD_VERSION}, where)
+        record = parse(JobRecord, {**content, "version": RECORD_VERSION}, where)
+        _check_moments(record, where)
+        return record
     except InputError:
         # Of a job's spec, too, which has more of them with each release.
         if not (unknown := unknown_keys(JobRecord, content)):
             raise
     names = ", ".join(unknown[:3])
     raise InputError(f"{where}: a newer trainyard wrote it (it has {names}); upgrade this one")
+
+
+def _check_moments(record: JobRecord, where: str) -> None:
+    """InputError for a moment that is none: verbs reckon with them, and records can be written by hand."""
+    attempts = (("created_at", "handed_over_at"), "attempts", record.attempts)
+    for fields, section, items in (attempts, (("at",), "states", record.states)):
+        for index, item in enumerate(items):
+            for name in fields:
+                moment = getattr(item, name)
+                if moment is not None and not _is_moment(moment):
+                    raise InputError(
+                        f"{where}: {section}.{index}.{name}: {moment!r} is no moment as 2026-01-31T12:00:00+00:00 is; "
+                        "restore an older version of the object"
+                    )
+
+
+def _is_moment(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
 
 
 class NoRecordError(InputError):

@@ -1,7 +1,8 @@
 """What a copy to S3 has on its way, kept on this machine while it lasts.
 
 A copy that is killed leaves parts that cost as any object does, and that no listing of objects shows. The next copy
-from here to the same place gives them up."""
+from here to the same place gives them up.
+"""
 
 import fcntl
 import hashlib
