@@ -396,6 +396,7 @@ def test_a_copy_that_s3_refuses_in_the_middle_leaves_nothing(
     with pytest.raises(AwsRefusedError, match="AWS refused: AccessDenied: no"):
         checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")
     assert "Contents" not in s3.list_objects_v2(Bucket="two")
+    assert list((tmp_path / "state/copies").iterdir()) == []
 
 
 LARGE = 20 << 20

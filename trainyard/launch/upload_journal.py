@@ -48,13 +48,16 @@ def journal(s3: Any, root: str, say: Say) -> Iterator[None]:
                 _note(descriptor, {name: parsed[name] for name in _UPLOAD})
 
         s3.meta.events.register(_STARTED, note)
+        is_done = False
         try:
             yield
+            is_done = True
         finally:
             s3.meta.events.unregister(_STARTED, note)
-        if not left:  # what came to a good end has none; a copy that failed may
             with suppress(OSError):
-                path.unlink()
+                # What came to a good end has none on its way; a copy that failed may.
+                if not left and (is_done or not os.fstat(descriptor).st_size):
+                    path.unlink()
     finally:
         os.close(descriptor)
 
