@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from trainer.optimizers.schedule import learning_rate_at
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.notes import notes_on
 
 
 class Course:
@@ -24,8 +25,8 @@ class Course:
         self._step = self._sequences = 0
 
     def notes(self) -> tuple[str, ...]:
-        """What is odd about the schedule."""
-        return self._job.spec.training.schedule.notes(self._stated_steps)
+        """What is odd about the job, now that its length is known."""
+        return notes_on(self._job.spec, self._stated_steps)
 
     def resumed(self, step: int, sequences_consumed: int) -> None:
         """The job goes on after `step`, at which all ranks together had read so many sequences."""

@@ -182,7 +182,7 @@ class Session:
             self.save()  # the first step may be the one that goes wrong
 
     def _tell_choices(self) -> None:
-        """What runs, and what is odd about the schedule."""
+        """What runs, and what is odd about the job."""
         if self._runtime.is_first:
             for name, choice in self.strategy.choices.items():
                 say(f"{name}: {choice}")

@@ -38,6 +38,7 @@ from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.elastic import smaller
 from trainyard.spec.backends import BackendName
 from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.notes import notes_on
 from trainyard.spec.platform import TenantContract
 
 TRACE_SECONDS = 180.0
@@ -183,7 +184,9 @@ def planned(
     """The plan as JSON, and what it refuses; what it is only unsure of is said. A model that can't be planned can be
     launched with a stated layout. `needs_price`: a budget is refused where no price is known, and not only warned of.
     """
-    planner.resolve(job, world_size=world_size)
+    resolved = planner.resolve(job, world_size=world_size)
+    for note in notes_on(job, resolved.steps):
+        say(f"warning: {note}")
     # Outside of what follows: prices that can't be read are no model that can't be planned, which isn't refused.
     book = PriceBook.opened(price_file(), today=datetime.date.today())
     try:

@@ -31,6 +31,7 @@ from trainyard.planner.resolve import (
 )
 from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, TimePlan
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.notes import notes_on
 
 __all__ = ["Configuration", "Plan", "plan"]
 
@@ -165,7 +166,7 @@ def _notes(
     chosen: Configuration,
     checkpoint: CheckpointPlan | None,
 ) -> list[str]:
-    notes = [*warned_of_slurm(job), *([] if steps is None else job.training.schedule.notes(steps))]
+    notes = [*warned_of_slurm(job), *notes_on(job, steps)]
     if chosen.time is None:
         notes.append("compute names no known machine: memory only, no time and no cost")
     elif chosen.time.hours is None:

@@ -250,12 +250,29 @@ class ScheduleSpec(SpecModel):
                 f"training.schedule: {self.kind} ends at final_fraction, 0, in the last step, which is the job's only"
                 " one: it changes nothing; give it kind: constant or more steps",
             )
-        if self.warmup_steps <= num_steps:
-            return ()
-        return (
-            f"training.schedule.warmup_steps: {self.warmup_steps} is more than the job's {num_steps} steps, so its"
-            f" learning rate ends at {num_steps / self.warmup_steps:.0%} of the peak",
-        )
+        if self.warmup_steps > num_steps:
+            return (
+                f"training.schedule.warmup_steps: {self.warmup_steps} is more than the job's {num_steps} steps, so its"
+                f" learning rate ends at {num_steps / self.warmup_steps:.0%} of the peak",
+            )
+        if self.warmup_steps == num_steps > 1:
+            decay = "" if self.kind == "constant" else f", and kind: {self.kind} never lowers it"
+            return (
+                f"training.schedule.warmup_steps: {num_steps} is all of the job's steps, so its learning rate reaches"
+                f" the peak in the last one{decay}",
+            )
+        begin = self.decay_begins_after(num_steps)
+        if self.kind == "wsd" and begin < self.warmup_steps < num_steps:
+            return (
+                f"training.schedule.decay_fraction: {self.decay_fraction:g} would lower the learning rate from step"
+                f" {begin} of {num_steps} on, and warm-up ends at {self.warmup_steps}: it falls from there, and never"
+                " stays at the peak",
+            )
+        return ()
+
+    def decay_begins_after(self, num_steps: int) -> int:
+        """wsd: the last step at the peak, of a job of so many; warm-up may end later."""
+        return num_steps - max(1, round(self.decay_fraction * num_steps))
 
 
 class OptimizerSpec(SpecModel):

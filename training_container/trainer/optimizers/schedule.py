@@ -21,7 +21,7 @@ def learning_rate_at(step: float, *, num_steps: int, peak: float, schedule: Sche
 def _decay_factor(step: float, *, num_steps: int, schedule: ScheduleSpec) -> float:
     start = schedule.warmup_steps
     if schedule.kind == "wsd":
-        start = max(start, num_steps - max(1, round(schedule.decay_fraction * num_steps)))
+        start = max(start, schedule.decay_begins_after(num_steps))
     if schedule.kind == "constant" or step <= start:
         return 1.0
     progress = (step - start) / (num_steps - start)

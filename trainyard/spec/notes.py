@@ -1,0 +1,109 @@
+"""What is odd about a job, though nothing refuses it: a short trial of a long job may mean it.
+
+One list for all who tell of it: `plan` notes it, `launch` and the trainer warn of it. A note is one line that says
+which setting it is and what comes of it.
+"""
+
+import math
+from collections.abc import Iterator
+
+from trainyard.spec.base import SpecModel
+from trainyard.spec.job import JobSpec
+
+_MOSTLY = 0.5
+"""A running average that is still more than this share of what the job began with has next to none of its training."""
+
+
+def notes_on(job: JobSpec, num_steps: int | None) -> tuple[str, ...]:
+    """What is odd about a job of so many steps; None: not known before its data is read."""
+    found = [*_idle_settings(job), *_notes_of_kept(job)]
+    if num_steps is not None:
+        found += [*job.training.schedule.notes(num_steps), *_long_intervals(job, num_steps)]
+        found += _notes_of_average(job, num_steps)
+    return tuple(found)
+
+
+def _idle_settings(job: JobSpec) -> Iterator[str]:
+    """What is set, and read by nobody beside what else is set."""
+    training, optimizer, schedule = job.training, job.training.optimizer, job.training.schedule
+    kind = f"kind: {schedule.kind}"
+    if schedule.kind == "constant":
+        yield from _idle("training.schedule", schedule, ("final_fraction",), f"with {kind}")
+    if schedule.kind != "wsd":
+        yield from _idle("training.schedule", schedule, ("decay_fraction",), f"with {kind}: it is wsd's")
+    kind = f"kind: {optimizer.kind}"
+    if optimizer.kind != "sgd":
+        yield from _idle("training.optimizer", optimizer, ("momentum", "nesterov"), f"with {kind}: it is sgd's")
+    if optimizer.kind in ("sgd", "adafactor"):
+        yield from _idle("training.optimizer", optimizer, ("betas", "eps"), f"with {kind}: it is adamw's")
+    if training.on_anomaly == "stop":
+        yield from _idle("training", training, ("max_skips",), "with on_anomaly: stop")
+    if not job.data.validation:
+        names = ("validation_every_steps", "validation_batches")
+        yield from _idle("training", training, names, "without a source in data.validation")
+
+
+def _idle(where: str, section: SpecModel, names: tuple[str, ...], why: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].default:
+            told = list(value) if isinstance(value, tuple) else str(value).lower()
+            yield f"{where}.{name}: {told} changes nothing {why}"
+
+
+def _long_intervals(job: JobSpec, num_steps: int) -> Iterator[str]:
+    """What comes round later than the job's end."""
+    length, last = f"is more than the job's {num_steps} steps", "the last step alone"
+    every = job.training.validation_every_steps
+    if job.data.validation and every is not None and every > num_steps:
+        yield f"training.validation_every_steps: {every} {length}: it is validated after {last}"
+    named = {source.name: source.every_steps for source in job.data.validation}
+    for name, own in named.items():
+        if own is not None and own > num_steps:
+            yield f"data.validation, set {name}: every_steps {own} {length}: it is validated on after {last}"
+    saving = job.checkpoint
+    if isinstance(saving.every_steps, int) and saving.every_steps > num_steps and saving.every_minutes is None:
+        yield (
+            f"checkpoint.every_steps: {saving.every_steps} {length}, and every_minutes is null: it is saved after"
+            f" {last}, and whatever fails before loses all of it"
+        )
+    if saving.keep_every_steps is not None and saving.keep_every_steps > num_steps:
+        yield f"checkpoint.keep_every_steps: {saving.keep_every_steps} {length}: none stays for good"
+
+
+def _notes_of_kept(job: JobSpec) -> Iterator[str]:
+    """Of checkpoints that stay, where hardly any is saved that could."""
+    saving, best = job.checkpoint, job.checkpoint.keep_best
+    kept, by_steps = saving.keep_every_steps, saving.every_steps
+    if kept is not None and not isinstance(by_steps, int):
+        yield (
+            f"checkpoint.keep_every_steps: {kept} keeps what happens to be saved at such a step, as nothing is saved by"
+            " steps: set checkpoint.every_steps to it, or to a part of it"
+        )
+    elif kept is not None and isinstance(by_steps, int) and kept % by_steps:
+        yield (
+            f"checkpoint.keep_every_steps: {kept} is no multiple of checkpoint.every_steps, {by_steps}: what stays for"
+            f" good are the saves of every {math.lcm(kept, by_steps)} steps"
+        )
+    if best is not None and best.metric.startswith("validation_"):
+        named = best.metric.split(".")[1] if best.metric.startswith("validation_sets.") else None
+        own = {source.name: source.every_steps for source in job.data.validation}
+        if own.get(named) is None and job.training.validation_every_steps is None:
+            yield (
+                f"checkpoint.keep_best.metric: {best.metric} is measured after the last step alone, which is the best"
+                " then: set training.validation_every_steps"
+            )
+
+
+def _notes_of_average(job: JobSpec, num_steps: int) -> Iterator[str]:
+    """Of an average that the job's steps hardly move."""
+    decay = job.training.optimizer.average_decay
+    if decay is None:
+        return
+    if not decay:
+        yield "training.optimizer.average_decay: 0 keeps the weights as they are a second time; null keeps none"
+    elif (left := decay**num_steps) > _MOSTLY:
+        yield (
+            f"training.optimizer.average_decay: {decay:g} over {num_steps} steps leaves an average that is {left:.0%}"
+            f" the weights that the job began with: {0.05 ** (1 / num_steps):.4g} leaves 5%"
+        )
