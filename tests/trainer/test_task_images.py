@@ -482,6 +482,7 @@ def test_classes_may_have_names(tmp_path: Path) -> None:
         ("red\n\ngreen\nblue\ngrey\n", r"names\.txt: line 2 is blank, and a class's number is that of its line"),
         ("red\ngreen\nblue\ngrey\nblack\n", r"names\.txt: has 5 names, and the model tells 4 classes apart"),
         ("red\ngreen\nblue\nred\n\n \n", r"names\.txt: 'red' stands twice"),
+        (" \n\n", r"names\.txt: has no name in it: .* or leave class_names out if labels are numbers"),
     ):
         (tmp_path / "names.txt").write_text(content)
         with pytest.raises(InputError, match=message):

@@ -210,8 +210,9 @@ class ImageSpec(SpecModel):
     """Divided by, after mean; default: as mean's."""
     num_classes: PositiveInt | None = None
     """image_classification; default: the model's. Another number than model.source has gives it a new, random head."""
-    class_names: str | None = None
-    """image_classification: a text file with one class name a line, for labels that are names."""
+    class_names: str | None = Field(default=None, min_length=1)
+    """image_classification: a text file with one class name a line, for labels that are names; a class's number is that
+    of its line, from 0 on. null: labels are numbers."""
     label_smoothing: Share = 0.0
     """image_classification: this share of the target is spread over all classes. Validation does without."""
     batch_norm: Literal["synchronized", "local", "frozen"] = "synchronized"

@@ -242,6 +242,10 @@ def _names(images: ImageSpec, num_classes: int) -> dict[str, int]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{where}: can't be read ({error})") from None
     names = [line.strip() for line in lines]
+    if not names:
+        raise InputError(
+            f"{where}: has no name in it: write one class name a line, or leave class_names out if labels are numbers"
+        )
     if "" in names:
         raise InputError(
             f"{where}: line {names.index('') + 1} is blank, and a class's number is that of its line: name it, or"
