@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainer.dry_run.ledger import Ledger
 from trainer.models.gates import is_gated, thin_gates
 from trainer.models.known_code import is_known
 from trainer_testing.published import of_defaults
@@ -85,6 +88,45 @@ def test_three_tensors_are_kept_and_not_four_and_two_of_a_frozen_block() -> None
     for each in (theirs, ours):
         each.requires_grad_(False)
     assert (_num_kept(theirs), _num_kept(ours)) == (3, 2)
+
+
+class Widths(TorchDispatchMode):
+    """Notes the tensors of the block's width that are there, at every moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.ledger.note([leaf for leaf in leaves if leaf.numel() == TOKENS * WIDTH])
+        return result
+
+    @property
+    def most(self) -> float:
+        return self.ledger.peak().num_bytes / (TOKENS * WIDTH * 4)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_backward_no_more_than_four_tensors_are_there_and_not_six(activation: str, is_frozen: bool) -> None:
+    theirs, ours = _blocks(activation)
+    most = []
+    for block in (theirs, ours):
+        block.requires_grad_(not is_frozen)
+        with Widths() as seen:
+            block(torch.randn(TOKENS, HIDDEN, requires_grad=True)).sum().backward()
+        most.append(seen.most)
+    assert most == [6, 4]
+
+
+def test_it_is_differentiated_once() -> None:
+    _, ours = _blocks()
+    loss = ours(torch.randn(TOKENS, HIDDEN, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="saved_tensors can only be accessed once"):
+        loss.backward()
 
 
 def test_only_known_code_is_changed() -> None:

@@ -219,6 +219,16 @@ class TrainerLayers:
         return own + self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(ATTENTION_INPUTS))
 
     @cached_property
+    def last_input_bytes(self) -> float:
+        """The backward pass of the queries' product, the last of three that read one norm's output: its gradient comes
+        in, and that of what it read goes out, beside the sum of the others'. 0 where other products read it."""
+        shape = self.shape
+        if shape.fused_qkv or shape.kv_lora_rank or shape.delta_layers or shape.parallel_residual:
+            return 0.0
+        queries = self.tokens * self.element * shape.query_dim / self.layout.tensor
+        return self.attention_norm_bytes + 2 * self.whole_hidden_bytes + queries
+
+    @cached_property
     def mlp_norm_output_bytes(self) -> float:
         """The norm before the feed-forward block, but for its input."""
         readers = 2 if self.shape.gated_mlp else 1
@@ -436,12 +446,17 @@ class TrainerLayers:
         (`training_container/trainer/models/gates.py`)."""
         return self.shape.gated_mlp and self.layout.unfused and not self.shape.keeps_activated_gate
 
+    @property
+    def keeps_block_result(self) -> bool:
+        """Whether what a feed-forward block's last product reads is kept for its weight, or its adapter."""
+        return not self.is_frozen or self._adapts(MLP_OUTPUTS)
+
     def _block_bytes(self, width: int, *, is_thin: bool = False) -> float:
         """Gated: gate, up, activated gate (not in a thin one) and product. Else what the activation function keeps, and
         its output."""
         tensors = float(self.shape.activation_tensors + 2 * self.shape.gated_mlp - is_thin)
         # The result, for the next product's weight; or for the activation's own gradient.
-        tensors += not self.is_frozen or self._adapts(MLP_OUTPUTS) or tensors == 0
+        tensors += self.keeps_block_result or tensors == 0
         return self.tokens * self.element * width * tensors / self.layout.tensor
 
     @cached_property

@@ -121,10 +121,14 @@ class _Step:
         return Moment(held, layers.loss_bytes, self._weights(gathered) + self._received())
 
     def _in_forward(self) -> Iterator[Moment]:
-        """Of adapters, whose backward pass makes next to no gradients: a layer while the next one is gathered as well,
-        and the last one's feed-forward block, where QLoRA reads its widest weight."""
+        """Of adapters, whose backward pass makes next to no gradients: the first layer, a layer while the next one is
+        gathered as well, and the last one's feed-forward block, where QLoRA reads its widest weight."""
         layers = self._layers
         kept, count = layers.kept_bytes, self._stage.layers
+        if self._is_sharded and not self._layout.keeps_gathered:
+            # What FSDP gathered the vocabulary's matrices into stays until the first layer is gathered, too.
+            ends = self._root * layers.element
+            yield Moment(layers.input_bytes, 0.0, self._weights(2 * self._unit(count - 1)) + ends)
         if count > 1:
             units = self._weights(2 * self._unit(min(1, count - 1)) + self._unit(0))
             yield Moment((self._passes - 1) * kept, 0.0, units)
@@ -146,12 +150,13 @@ class _Step:
         before = self._unit(number - 1) if number else 0.0
         mlp = self._mlp_weights()
         left = layers.whole_bytes - layers.mlp_bytes
-        # The feed-forward block: its output's factors have their gradients, its first matrix has its own.
-        in_block = layers.whole_bytes - layers.product_bytes + self._block_tensors() * layers.product_bytes + above
-        in_block += layers.reading_bytes
+        # The feed-forward block: its last product reads its weight, or its factors have their gradients.
+        factors = self._block_tensors() - layers.keeps_block_result
+        in_block = layers.whole_bytes + above
+        in_block += max(layers.product_bytes + layers.reading_bytes, factors * layers.product_bytes)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
-        # Both products that read a norm's output have given it a gradient.
-        after_block = left + above + 2 * layers.whole_hidden_bytes
+        # Both products that read a norm's output give it a gradient; the residual's stands beside them.
+        after_block = left + layers.input_bytes + layers.product_bytes + 2 * layers.whole_hidden_bytes
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if not self._layout.flash_attention:
             in_scores = left + above + layers.score_gradient_bytes
@@ -274,7 +279,9 @@ class _Step:
         norm = layers.split_hidden * self._norm_bytes() + above
         second = left - layers.mlp_norm_output_bytes + norm
         yield self._moment(others + second, self._weights_and_gradients(number, made, before), made, gradients)
+        # All of a layer's gradients are there from the last of the products that read the first norm's output on.
         first, unit = layers.norm_input_bytes + norm, self._unit(number)
+        first = max(first, layers.last_input_bytes + layers.input_bytes)  # beside the gradient of the residual
         yield self._moment(others + first, self._weights_and_gradients(number, unit, before), unit, gradients)
 
     def _moment(self, activations: float, buffers: float, made: float, gradients: float) -> Moment:
@@ -299,9 +306,10 @@ class _Step:
         yield Moment(below, 0.0, self._root * 2 * element + self._layer * wide, gradients)
 
     def _block_tensors(self) -> int:
-        """Gradients as wide as the feed-forward block, at their most."""
-        made_again = self._layers.has_thin_gates
-        return 3 + made_again if self._shape.gated_mlp or self._shape.activation_tensors > 1 else 2
+        """Gradients as wide as the feed-forward block, and what is made on their way, at their most: a thin gate lets
+        go of what it has read."""
+        is_whole = self._shape.gated_mlp or self._shape.activation_tensors > 1
+        return 3 if is_whole and not self._layers.has_thin_gates else 2
 
     def _norm_bytes(self) -> float:
         return 2 * self._layers.residual_element if self._layers.norm == "layer" else NORM_BACKWARD_BYTES

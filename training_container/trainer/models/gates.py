@@ -48,6 +48,10 @@ def _gelu_kind(activation: Any) -> str | None:
 class _Gated(torch.autograd.Function):
     """activation(gate) * up, of which both factors' sources are kept."""
 
+    clear_saved_tensors_on_access = True
+    """So that each goes when it has been read for the last time: beside the gradient that comes in, there are never
+    more than three tensors of the block's width."""
+
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, gelu_kind: str) -> torch.Tensor:
         ctx.gelu_kind = gelu_kind
@@ -57,8 +61,16 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        of_up = gradients[0] * _activated(gate, ctx.gelu_kind) if ctx.needs_input_grad[1] else None
-        of_gate = _before(gate, gradients[0] * up, ctx.gelu_kind) if ctx.needs_input_grad[0] else None
+        of_gate = of_up = None
+        if ctx.needs_input_grad[0]:
+            product = gradients[0] * up
+            del up
+            of_gate = _before(gate, product, ctx.gelu_kind)
+            del product
+        if ctx.needs_input_grad[1]:
+            activated = _activated(gate, ctx.gelu_kind)
+            del gate
+            of_up = gradients[0] * activated
         return of_gate, of_up, None
 
 
