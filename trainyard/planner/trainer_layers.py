@@ -24,8 +24,8 @@ from trainyard.planner.shapes import ModelShape
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
 
-FUSED_NORMS = ("rms", "rms_wide")
-"""Of `ModelShape.norm`, what the trainer runs as one kernel."""
+FUSED_NORMS = ("rms", "rms_wide", "rms_fp32")
+"""Of `ModelShape.norm`, what the trainer runs as one kernel; the last between two casts."""
 
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
@@ -73,16 +73,27 @@ class TrainerLayers:
 
     @property
     def norm(self) -> str:
-        """A kind of `ModelShape.norm`: plain RMS norms run as one kernel (`models/norms.py` of the trainer), which
-        keeps and moves what a layer norm's does. Of fp64 they are left to the library's code."""
-        is_fused = self.shape.norm in FUSED_NORMS and self.layout.precision != "fp64"
-        return "layer" if is_fused else self.shape.norm
+        """A kind of `ModelShape.norm`: RMS norms run as one kernel (`models/norms.py` of the trainer), which keeps and
+        moves what a layer norm's does. Of fp64 they are left to the library's code."""
+        return self._kernel_of(self.residual_element)
+
+    @property
+    def inner_norm(self) -> str:
+        """The same of products' results (queries and keys, latents): under autocast these have 16 bits beside weights
+        of 32, of which no kernel makes a plain norm."""
+        if self.shape.norm != "rms_fp32" and self.is_autocast and not self.is_frozen:
+            return self.shape.norm
+        return self._kernel_of(self.element)
+
+    def _kernel_of(self, element: int) -> str:
+        if self.shape.norm not in FUSED_NORMS or self.layout.precision == "fp64":
+            return self.shape.norm
+        return "layer_fp32" if self.shape.norm == "rms_fp32" and element < 4 else "layer"
 
     @property
     def fuses_inner_norms(self) -> bool:
-        """Whether norms of products' results (queries and keys, latents) are such kernels too: under autocast they get
-        16 bits beside weights of 32, which no kernel takes."""
-        return self.shape.norm in FUSED_NORMS and self.norm == "layer" and not (self.is_autocast and not self.is_frozen)
+        """Whether norms of products' results are such kernels."""
+        return self.inner_norm in ("layer", "layer_fp32") and self.shape.norm in FUSED_NORMS
 
     @cached_property
     def hidden(self) -> float:
@@ -342,7 +353,7 @@ class TrainerLayers:
         """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to; of one
         kernel its input."""
         if self.fuses_inner_norms:
-            return self.element
+            return 4 if self.inner_norm == "layer_fp32" else self.element
         if self.is_frozen:
             return 4
         return 4 + (4 if self.shape.norm in ("rms_fp32", "rms_wide") else self.element)

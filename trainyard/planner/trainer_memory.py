@@ -312,7 +312,8 @@ class _Step:
         return 3 if is_whole and not self._layers.has_thin_gates else 2
 
     def _norm_bytes(self) -> float:
-        return 2 * self._layers.residual_element if self._layers.norm == "layer" else NORM_BACKWARD_BYTES
+        kind, element = self._layers.norm, self._layers.residual_element
+        return {"layer": 2 * element, "layer_fp32": 8}.get(kind, NORM_BACKWARD_BYTES)
 
     def _mlp_weights(self) -> float:
         """Of a layer's parameters, those of its feed-forward block."""

@@ -74,7 +74,7 @@ class Unfused:
         forward, backward = self._norms(0.0 if shape.parallel_residual else shape.norms_per_layer / 2)
         scored = self.layout.tokens_per_micro_batch * (shape.query_dim + shape.kv_dim) / split
         if shape.qk_norm_per_head or shape.qk_norm_whole:
-            normed = NORM_BYTES["layer" if self._is_ours and self._layers.fuses_inner_norms else shape.norm]
+            normed = NORM_BYTES[self._layers.inner_norm if self._is_ours else shape.norm]
             forward, backward = forward + normed[0] * scored, backward + normed[1] * scored
         if not (shape.learned_positions or shape.alibi):
             widened = 2.0 if shape.wide_scores else 1.0

@@ -4,15 +4,20 @@ Nearly all families have LlamaRMSNorm's lines, word for word: a cast to fp32, a 
 and the weight, each a kernel that reads and writes the whole tensor, with two copies of it kept for the backward pass;
 others multiply with the weight before they cast, as OLMo 2 and gpt-oss. As one kernel (`aten._fused_rms_norm`, which
 CUDA has) a norm reads its input, writes its output and keeps no more than its input: a ninth of the bytes. In fp32
-nothing changes but the order of sums; in 16 bits the result is rounded once, where Llama's is twice. Models stay
+nothing changes but the order of sums; in 16 bits the result is rounded once, where Llama's is twice.
+
+Gemma's norm computes in fp32 with one more than its weight, whatever it is given, and so it does here: by the kernel
+between two casts, half of the bytes forward and a quarter backward, with one fp32 copy kept instead of two. Models stay
 Hugging Face's: names, weights and exports are the same.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
@@ -21,7 +26,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from trainer.models.known_code import class_like, is_known
 
 KNOWN = (LlamaRMSNorm, Olmo2RMSNorm, HeliumRMSNorm, Llama4TextRMSNorm)
-"""Whose forward passes are torch's RMS norm: those of all families that are planned for, but for Gemma's kind."""
+"""Whose forward passes are torch's RMS norm."""
+
+WIDE = (Gemma2RMSNorm,)
+"""In fp32, times one more than the weight: all of Gemma's, Qwen3-Next's and Qwen3.5's."""
 
 FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In float64 the library's code stays, which computes in float32 whatever it is given: proofs are held against that."""
@@ -33,12 +41,12 @@ def fuse_norms(model: nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if is_written_out(type(module)) and isinstance(weight, torch.Tensor) and weight.dim() == 1:
             kind: Any = type(module)
-            module.__class__ = _fused(kind)  # as FSDP does it
+            module.__class__ = _fused_wide(kind) if is_known(kind, WIDE) else _fused(kind)  # as FSDP does it
 
 
 def is_written_out(kind: type[nn.Module]) -> bool:
     """Whether a class's forward pass is a known one's, by its bytecode: of other code nothing is assumed."""
-    return is_known(kind, KNOWN)
+    return is_known(kind, (*KNOWN, *WIDE))
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -61,12 +69,32 @@ def _fused(kind: Any) -> Any:
         if hidden_states.dtype != weight.dtype or weight.dtype not in FUSED_TYPES:
             return kind.forward(self, hidden_states)
         epsilon = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        if hidden_states.dim() == 4 and not hidden_states.is_contiguous():
-            # Queries with heads before positions, as a view: a kernel would put them in that order, and attention its
-            # result, only for the output projection to put it back.
-            in_order = hidden_states.transpose(1, 2)
-            if in_order.is_contiguous():
-                return rms_norm(in_order, weight, epsilon).transpose(1, 2)
-        return rms_norm(hidden_states, weight, epsilon)
+        return _in_their_order(hidden_states, lambda each: rms_norm(each, weight, epsilon))
 
     return class_like(kind, forward, _fused)
+
+
+@functools.cache
+def _fused_wide(kind: Any) -> Any:
+    """The same of Gemma's, which takes any types and returns that of what it is given."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:  # their name
+        if not {x.dtype, self.weight.dtype} <= set(FUSED_TYPES):
+            return kind.forward(self, x)
+        scale = 1.0 + self.weight.float()
+        return _in_their_order(x, lambda each: rms_norm(each.float(), scale, self.eps).to(x.dtype))
+
+    return class_like(kind, forward, _fused_wide)
+
+
+def _in_their_order(hidden: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """norm(hidden), without another order in memory.
+
+    Of queries with heads before positions, as a view: a kernel would put them in that order, and attention its result,
+    only for the output projection to put it back.
+    """
+    if hidden.dim() == 4 and not hidden.is_contiguous():
+        in_order = hidden.transpose(1, 2)
+        if in_order.is_contiguous():
+            return norm(in_order).transpose(1, 2)
+    return norm(hidden)
