@@ -86,6 +86,19 @@ def test_recomputation_that_decides_what_fits_is_said(
     assert not any("by what is not stated" in note for other in stated.values() for note in other.get("notes", []))
 
 
+def test_recomputation_that_another_field_says_is_not_assumed() -> None:
+    request = TUNED | {"seq": 2048, "offload_checkpoints": "cpu"}
+    answer = predict(request)
+    assert answer["fits"] and not predict(TUNED | {"seq": 2048, "recompute": "none"})["fits"]
+    assert "recompute" not in answer["assumed"] and "notes" not in answer
+    modules = predict({"model": "llama-2-7b", "gpu": "H100", "framework": "Megatron-Core", "recompute_modules": "mlp"})
+    assert "recompute" not in modules["assumed"]
+
+
+def test_an_empty_word_says_nothing() -> None:
+    assert predict(LARGE | {"recompute": "", "precision": ""}) == predict(LARGE)
+
+
 def test_weights_that_transformers_may_have_read_in_fp32_are_said_where_they_decide() -> None:
     request = {"model": "llama-2-7b", "gpu": "H100", "gpus": 1, "micro_batch": 1, "framework": "transformers"}
     answer = predict(request | {"recompute": "full"})

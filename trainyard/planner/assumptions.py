@@ -32,7 +32,18 @@ def assumed(content: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         taken["master_weights"] = masters_of(layout)
     if layout.method != "full" and layout.adapter == "lora":
         taken |= {"lora_rank": layout.lora_rank, "lora_targets": layout.num_lora_targets}
-    return {name: value for name, value in taken.items() if content.get(name) is None}
+    if _says_recompute(content, layout):
+        del taken["recompute"]
+    return {name: value for name, value in taken.items() if _is_unsaid(content, name)}
+
+
+def _is_unsaid(content: Mapping[str, Any], name: str) -> bool:
+    return content.get(name) in (None, "")
+
+
+def _says_recompute(content: Mapping[str, Any], layout: Layout) -> bool:
+    """Itself, or by a field that one kind of it alone has."""
+    return not _is_unsaid(content, "recompute") or bool(content.get("recompute_modules")) or layout.offloads_checkpoints
 
 
 def _attention(layout: Layout) -> str:
@@ -66,14 +77,14 @@ def _alternatives(content: Mapping[str, Any], layout: Layout) -> Iterator[tuple[
 
     Whose micro-batch is not stated would take a smaller one.
     """
-    if content.get("micro_batch") is None:
+    if _is_unsaid(content, "micro_batch"):
         sequences = layout.micro_batch * layout.num_micro_batches
         layout = dataclasses.replace(layout, micro_batch=1, num_micro_batches=sequences)
-    if content.get("recompute") is None and not content.get("recompute_modules"):
+    if not _says_recompute(content, layout):
         levels: tuple[Recompute, ...] = tuple(level for level in get_args(Recompute) if level != layout.recompute)
         yield "recompute", layout.recompute, {level: dataclasses.replace(layout, recompute=level) for level in levels}
     is_narrow = layout.method == "full" and layout.precision not in WHOLE and not layout.autocast
-    if is_narrow and layout.engine == "plain" and content.get("master_weights") is None:
+    if is_narrow and layout.engine == "plain" and _is_unsaid(content, "master_weights"):
         taken = masters_of(layout)
         others: tuple[Masters, ...] = ("weights",) if taken == "none" else ("none",)
         yield "master_weights", taken, {word: dataclasses.replace(layout, masters=word) for word in others}
