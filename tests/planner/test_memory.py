@@ -537,13 +537,23 @@ def _layout_of(**fields: Any) -> Layout:
         ({"master_weights": "copy", "gradient_precision": "fp32", "moment_precision": "fp8"}, (2, 4, 6, 0)),
         ({"master_weights": "copy", "gradient_precision": "bf16"}, (2, 2, 12, 0)),
         (CORE, (2, 4, 12, 0)),
-        # The update reads fp32 copies of narrow gradients, or, where its moments are narrow, these themselves.
+        # The update reads fp32 copies of narrow gradients, or, where its moments are narrow, these themselves; of the
+        # weights' copies it then keeps what bf16 has cut off, since Transformer Engine 2.1.
         (CORE | {"gradient_precision": "bf16"}, (2, 4, 12, 0)),
-        (CORE | {"gradient_precision": "bf16", "moment_precision": "bf16"}, (2, 2, 8, 0)),
+        (CORE | {"gradient_precision": "bf16", "moment_precision": "bf16"}, (2, 2, 6, 0)),
+        (CORE | {"moment_precision": "fp8"}, (2, 4, 4, 0)),
+        (CORE | {"moment_precision": "bf16", "framework_version": "2024-12"}, (2, 4, 8, 0)),
+        (CORE | {"precision": "fp16", "moment_precision": "fp16"}, (2, 2, 8, 0)),
+        (CORE | {"moment_precision": "bf16", "optimizer": "muon"}, (2, 4, 6, 0)),
+        (CORE | {"gradient_precision": "bf16", "moment_precision": "bf16", "optimizer": "muon"}, (2, 4, 6, 0)),
+        (CORE | {"master_weights": "none", "gradient_precision": "bf16"}, (2, 2, 4, 0)),
         (CORE | {"gradient_precision": "bf16", "moment_precision": "fp32"}, (2, 4, 12, 0)),
         (CORE | {"precision": "fp16", "gradient_precision": "fp32"}, (2, 4, 12, 0)),
         (CORE | {"precision": "fp8", "moment_precision": "fp8"}, (2, 4, 6, 0)),
-        ({"framework": "nanotron", "gradient_precision": "bf16"}, (2, 4, 12, 0)),
+        (CORE | {"precision": "fp8", "gradient_precision": "bf16", "moment_precision": "fp8"}, (2, 4, 6, 0)),
+        # Without its fp32 sums it has no copies of the weights.
+        ({"framework": "nanotron", "gradient_precision": "bf16"}, (2, 2, 4, 0)),
+        ({"framework": "nanotron", "gradient_precision": "fp32", "moment_precision": "bf16"}, (2, 6, 8, 0)),
         ({"optimizer": "muon", "moment_precision": "bf16"}, (4, 4, 2, 2)),
         ({"precision": "fp32", "moment_precision": "bf16"}, (4, 4, 4, 0)),
     ],
@@ -575,7 +585,8 @@ def test_weights_that_nothing_counts_as_stated_are_said_to_be_ignored(fields: di
         ({}, 2 + 4 + 12 / 8, 2 + 4 + 12 / 8),
         # Copies of an eighth in fp32, from the step to the next one's begin.
         ({"gradient_precision": "bf16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
-        ({"gradient_precision": "bf16", "moment_precision": "bf16"}, 2 + 2 + 8 / 8, 2 + 2 + 8 / 8),
+        ({"gradient_precision": "bf16", "moment_precision": "bf16"}, 2 + 2 + 6 / 8, 2 + 2 + 6 / 8),
+        ({"gradient_precision": "bf16", "master_weights": "none"}, 2 + 2 + 4 / 8, 2 + 2 + 4 / 8),
         ({"precision": "fp16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
         ({"precision": "fp16", "gradient_precision": "fp16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
         ({"precision": "fp16", "gradient_precision": "fp32"}, 2 + 4 + 12 / 8, 2 + 4 + 12 / 8),
@@ -588,6 +599,26 @@ def test_narrow_gradients_of_megatron(fields: dict[str, Any], resting: float, pe
     state = found.parameters + found.gradients + found.optimizer
     assert state / question.shape.params == pytest.approx(peak, rel=1e-3)
     assert found.state / question.shape.params == pytest.approx(resting, rel=1e-3)
+
+
+def test_fsdps_gradients_on_their_way_are_of_the_type_that_is_summed() -> None:
+    request = SEVEN | {"loss_chunk_tokens": 256}  # else they come when larger logits have gone
+    wide, narrow = (
+        memory(question.shape, question.layout)
+        for question in (understand(request | {"gradient_precision": word}) for word in ("fp32", "bf16"))
+    )
+    assert narrow.buffers < wide.buffers and narrow.state == wide.state
+
+
+def test_whole_matrices_beside_adapters_have_averages_of_the_stated_type() -> None:
+    tuned = SEVEN | {"method": "lora", "trains_vocabulary": True}
+    usual, narrow, wide = (
+        memory(question.shape, question.layout).optimizer
+        for question in (understand(tuned | {"moment_precision": word}) for word in (None, "bf16", "fp32"))
+    )
+    vocabulary = 2 * 32000 * 4096
+    assert wide - usual == pytest.approx(4 * vocabulary)
+    assert wide == pytest.approx(2 * narrow)
 
 
 def test_stated_gradients_are_what_travels() -> None:
@@ -604,6 +635,7 @@ def test_stated_gradients_are_what_travels() -> None:
         ({"gradient_precision": "fp8", "precision": "fp8"}, "gradient_precision: must be one of fp32, bf16"),
         ({"gradient_precision": "bf16", "precision": "fp16"}, "gradient_precision: must be one of fp32, fp16"),
         ({"gradient_precision": "bf16", "precision": "fp32"}, "gradient_precision: must be one of fp32 (given"),
+        ({"moment_precision": 16}, "moment_precision: must be a text (given: 16)"),
         ({"moment_precision": "int4"}, "moment_precision: must be one of fp32, bf16, fp16, fp8 (given: 'int4')"),
     ],
 )
@@ -620,11 +652,23 @@ def test_types_that_nothing_gives_are_refused(fields: dict[str, Any], words: str
         ({"moment_precision": "bf16", "optimizer": "adafactor"}, ["moment_precision"]),
         ({"moment_precision": "bf16", "optimizer": "muon"}, []),
         ({"moment_precision": "bf16", "gradient_precision": "fp32", "precision": "fp64"}, None),
+        # fp32 weights have fp32 gradients, and alone a rank sends none.
+        ({"gradient_precision": "bf16", "gpus": 1, "framework": "torchtitan"}, ["gradient_precision"]),
+        ({"gradient_precision": "bf16", "gpus": 1, "framework": "Megatron-Core"}, []),
     ],
 )
 def test_types_that_nothing_reads_are_said_to_be_ignored(fields: dict[str, Any], ignored: list[str] | None) -> None:
-    both = ["gradient_precision", "moment_precision"]
-    assert predict(SEVEN | fields).get("ignored_fields", []) == (both if ignored is None else ignored)
+    names = ["gradient_precision", "moment_precision"] if ignored is None else ignored
+    answer = predict(SEVEN | fields)
+    assert answer.pop("ignored_fields", []) == names
+    if names:
+        assert answer == predict(SEVEN | fields | dict.fromkeys(names)), "and they change nothing"
+
+
+def test_types_are_spelled_as_the_precision_is() -> None:
+    spelled = SEVEN | {"gradient_precision": "torch.bfloat16", "moment_precision": "Float16"}
+    assert predict(spelled) == predict(SEVEN | {"gradient_precision": "bf16", "moment_precision": "fp16"})
+    assert predict(SEVEN | {"gradient_precision": "", "moment_precision": ""}) == predict(SEVEN)
 
 
 def test_autocast_keeps_what_flows_between_layers_in_fp32() -> None:

@@ -199,13 +199,15 @@ class Layout:
 
     @property
     def gradient_bytes(self) -> int | None:
-        """Bytes an element of `gradient_precision`; None: usual."""
-        return KEPT_BYTES.get(self.gradient_precision)
+        """Bytes an element of `gradient_precision`; None: usual, as are adapters' (fp32), and all in fp64."""
+        is_read = self.method == "full" and self.precision != "fp64"
+        return KEPT_BYTES.get(self.gradient_precision) if is_read else None
 
     @property
     def moment_bytes(self) -> int | None:
-        """Bytes an element of `moment_precision`; None: usual."""
-        return KEPT_BYTES.get(self.moment_precision)
+        """Bytes an element of `moment_precision`; None: usual, as in fp64 and of optimizers that have their own."""
+        is_read = self.optimizer in ("adamw", "muon", "sgd") and self.precision != "fp64"
+        return KEPT_BYTES.get(self.moment_precision) if is_read else None
 
     @property
     def is_deepspeed_autocast(self) -> bool:

@@ -160,7 +160,7 @@ def state_bytes(layout: Layout) -> StateBytes:
         return StateBytes(8, 8, 2 * moments, 0)
     masters = masters_of(layout)
     if masters == "copy":
-        return StateBytes(2, _narrow_gradient_bytes(layout), 4 + moments, 0)
+        return StateBytes(2, _narrow_gradient_bytes(layout), _copy_bytes(layout) + moments, 0)
     if masters == "none":
         # Averages of a byte, or of a type that is stated, have that whatever type the weights have.
         own = layout.optimizer == "adamw_8bit" or layout.moment_bytes is not None
@@ -175,6 +175,9 @@ def masters_of(layout: Layout) -> Masters:
         return "weights"
     if layout.masters != "usual":
         return layout.masters
+    if layout.library == "nanotron" and (layout.gradient_bytes or 4) < 4:
+        # Its copies of the weights come with its fp32 sums (`accumulate_grad_in_fp32`).
+        return "none"
     usual: dict[Engine, Masters] = {"plain": "none", "deepspeed": "copy", "megatron": "copy", "torch": "weights"}
     return usual[layout.engine]
 
@@ -182,10 +185,10 @@ def masters_of(layout: Layout) -> Masters:
 def _narrow_gradient_bytes(layout: Layout) -> float:
     """Of a gradient whose weight is narrow."""
     if layout.library == "nanotron":
-        # Its accumulators, in fp32, stand beside the gradients that autograd makes.
-        return 2 + (layout.gradient_bytes or 4)
+        # Its accumulators, which are in fp32 if there are any, stand beside the gradients that autograd makes.
+        return 2 if (layout.gradient_bytes or 4) < 4 else 6
     if layout.engine == "megatron":
-        # The update reads fp32 copies of narrow ones, but where its moments are narrow too.
+        # With its fp32 copy (`_copies_gradients`) a narrow one counts as one in fp32.
         return 2 if sums_narrow(layout) and not _copies_gradients(layout) else 4
     if layout.gradient_bytes is not None:
         return layout.gradient_bytes
@@ -363,9 +366,31 @@ def sums_narrow(layout: Layout) -> bool:
 
 
 def _copies_gradients(layout: Layout) -> bool:
-    """Whether Megatron's optimizer makes fp32 copies of narrow gradients. The one that keeps moments in fewer bits
-    (`--use-precision-aware-optimizer`) reads them as they are."""
-    return sums_narrow(layout) and (layout.moment_bytes or 4) == 4
+    """Whether Megatron's optimizer makes fp32 copies of narrow gradients, to update fp32 copies of the weights."""
+    return sums_narrow(layout) and masters_of(layout) == "copy" and not _is_precision_aware(layout)
+
+
+def _is_precision_aware(layout: Layout) -> bool:
+    """Whether it is Megatron's Adam of moments in fewer bits (`--use-precision-aware-optimizer`), which reads gradients
+    as they are.
+
+    Under FP8 Megatron makes the copies for it all the same, but with delayed scaling (`optimizer_config.py`:
+    use_precision_aware_optimizer_no_fp8_or_ds_fp8); which scaling a run has nobody says.
+    """
+    is_megatrons = layout.engine == "megatron" and layout.library != "nanotron"
+    is_narrow = layout.optimizer == "adamw" and (layout.moment_bytes or 4) < 4
+    return is_megatrons and is_narrow and layout.precision in ("bf16", "fp16")
+
+
+TE_STORES_REMAINDERS = 2025.2
+"""Transformer Engine 2.1."""
+
+
+def _copy_bytes(layout: Layout) -> float:
+    """Of the optimizer's copy of a weight, in fp32. Of bf16 ones the precision-aware optimizer keeps those 16 bits that
+    the weight itself hasn't (`store_param_remainders`)."""
+    has_rest = _is_precision_aware(layout) and layout.precision == "bf16" and layout.year >= TE_STORES_REMAINDERS
+    return 2.0 if has_rest else 4.0
 
 
 def _main_gradient_bytes(layout: Layout) -> float:
@@ -388,16 +413,17 @@ def _adapter_state(
     base = (linears * linear_bytes + vocabulary * whole_bytes) * share * (layout.offload_parameters == "none")
     adapters = lora_params(shape, layout, stage)
     copies = vocabulary * layout.trains_vocabulary
-    # In the training precision, with averages in it as well.
+    # In the training precision, with averages in it as well, unless their type is stated.
     trained = copies * layout.element_bytes
     moments = moment_bytes(layout)
+    copied = moments * copies * (1.0 if layout.moment_bytes else 0.5)
     if layout.library == "trainyard":
         ours = TrainerLayers(shape, layout)
         if layout.method == "qlora":
             base = (linears * ours.weight_element + vocabulary * whole_bytes) * share
         # FSDP cuts adapters as all else.
         return base + 4 * adapters * share, 4 * adapters * share, moments * adapters * share
-    return base + 4 * adapters * share + trained, 4 * adapters + trained, moments * (adapters + copies / 2)
+    return base + 4 * adapters * share + trained, 4 * adapters + trained, moments * adapters + copied
 
 
 def _stage_activations(
@@ -441,6 +467,12 @@ def _trained(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
     return params.total if layout.method == "full" else lora_params(shape, layout, stage)
 
 
+def _reduced_bytes(layout: Layout) -> float:
+    """Of a gradient before FSDP adds it up: fp32, or its `reduce_dtype`. Other engines' are counted as published runs
+    have them."""
+    return (layout.gradient_bytes if layout.engine == "torch" else None) or 4.0
+
+
 def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, logits: float) -> float:
     """Gathered parameters and reduction buffers; NCCL's own lie outside the allocator."""
     each = state_bytes(layout)
@@ -450,7 +482,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
     if not full:
         gathered_element = 6.0 if layout.autocast else float(layout.element_bytes)
     if layout.gathers_once:
-        return params.total * (gathered_element + (4 if full else 0))
+        return params.total * (gathered_element + (_reduced_bytes(layout) if full else 0))
     if layout.zero_stage == 3 and (layout.shard_degree > 1 or layout.offload_parameters != "none"):
         # Two layers (the next is prefetched), the vocabulary's matrices, and one layer's gradients before reduction,
         # which begins when the logits are gone.
@@ -461,7 +493,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
         if not full and layout.library == "litgpt":
             # Each rank reads the whole frozen model before it is cut: the peak of the run is then.
             gathered = max(gathered, params.total * layout.element_bytes)
-        reduced = min(max(layer, vocabulary * matrices), params.total) * 4 if full else 0.0
+        reduced = min(max(layer, vocabulary * matrices), params.total) * _reduced_bytes(layout) if full else 0.0
         if layout.engine == "deepspeed" and full:
             # The step makes fp32 gradients and their unscaled copy for one sub-group of parameters at a time.
             reduced = max(reduced, min(DEEPSPEED_SUB_GROUP, params.total / layout.shard_degree) * 8 - gathered)

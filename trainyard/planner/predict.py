@@ -25,7 +25,7 @@ from trainyard.planner.layout import (
     Precision,
     Recompute,
 )
-from trainyard.planner.memory import memory
+from trainyard.planner.memory import masters_of, memory
 from trainyard.planner.operators import lacks_flash
 from trainyard.planner.request_fields import KNOWN_FIELDS, Fields, shown
 from trainyard.planner.request_framework import (
@@ -198,14 +198,13 @@ def _without_effect(content: Mapping[str, Any], question: Question) -> set[str]:
     taken = "weights" if layout.precision in ("fp32", "fp64") else "none" if layout.method != "full" else ""
     if taken and str(content.get("master_weights")).lower() != taken:
         unread.add("master_weights")
-    if layout.precision == "fp64":
-        unread |= {"gradient_precision", "moment_precision"}
-    if layout.optimizer not in ("adamw", "muon", "sgd"):
+    if layout.moment_bytes is None:
         unread.add("moment_precision")
-    if layout.method != "full":
-        # Adapters' gradients are in fp32.
+    # fp32 weights have fp32 gradients, and one rank sends none.
+    is_alone = layout.data_parallel * layout.context == 1 and masters_of(layout) == "weights"
+    if layout.gradient_bytes is None or (layout.gradient_bytes < 4 and is_alone):
         unread.add("gradient_precision")
-    return {name for name in unread if content.get(name) is not None}
+    return {name for name in unread if content.get(name) not in (None, "")}
 
 
 @dataclass

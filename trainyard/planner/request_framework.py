@@ -184,7 +184,7 @@ def _kept_types(fields: Fields, precision: str) -> dict[str, Kept]:
     narrow = {"fp32": "fp32", "fp64": "fp32", "fp16": "fp16"}.get(precision, "bf16")
     found: dict[str, Kept] = {}
     for name, allowed in (("gradient_precision", ("fp32", narrow)), ("moment_precision", MOMENTS)):
-        if fields.given(name):
+        if fields.text(name):
             found[name] = cast(Kept, fields.choice(name, "usual", dict.fromkeys(allowed)))
     return found
 

@@ -67,7 +67,7 @@ def _optimizer(text: str) -> str:
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "sharding": _sharding,
-    "precision": _precision,
+    **dict.fromkeys(("precision", "gradient_precision", "moment_precision"), _precision),
     "optimizer": _optimizer,
 }
 
