@@ -32,6 +32,25 @@ def test_an_answer_has_what_nobody_stated_and_stays_itself_when_that_is_stated()
     assert predict(LARGE | unsaid) == answer, "stated, it is assumed no more, and is the same"
 
 
+def test_ligers_parts_of_the_loss_are_those_of_the_micro_batch_that_is_taken() -> None:
+    request = {"model": "llama-3-8b", "gpu": "H200", "gpus": 8, "sharding": "zero3", "framework": "transformers, Liger"}
+    answer = predict(request)
+    unsaid = answer.pop("assumed")
+    assert unsaid["micro_batch"] > 1
+    assert predict(request | unsaid) == answer
+
+
+def test_what_would_be_needed_is_what_is_needed_once_that_is_stated() -> None:
+    """Of a batch that nobody states the number of micro-batches stays: one of transformers' holds no gradients beside
+    its activations."""
+    request = {"model": "llama-2-7b", "gpu": "H100", "gpus": 1, "framework": "transformers", "seq": 8192}
+    answer = predict(request)
+    other = predict(request | {"recompute": "none"})
+    assert answer["fits"] and answer["assumed"]["micro_batch"] > 1 and not other["fits"]
+    (note,) = answer["notes"]
+    assert f"with none {other['needed_memory_gib']:.1f}" in note
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -8,7 +8,8 @@ from trainyard.hardware import Gpu
 from trainyard.planner.constants import GIB
 from trainyard.planner.layout import Layout, Masters, Recompute
 from trainyard.planner.memory import masters_of, memory
-from trainyard.planner.request_framework import SHARDING
+from trainyard.planner.request_fields import Fields
+from trainyard.planner.request_framework import SHARDING, with_liger_chunks
 from trainyard.planner.shapes import ModelShape
 
 WHOLE = frozenset({"fp32", "fp64"})
@@ -57,7 +58,7 @@ def turning(content: Mapping[str, Any], shape: ModelShape, layout: Layout, devic
     room = device.memory_gib * GIB
     fits = memory(shape, layout).needed <= room
     found = []
-    for name, taken, others in _alternatives(content, layout):
+    for name, taken, others in _alternatives(content, shape, layout):
         needs = {word: memory(shape, other).needed for word, other in others.items()}
         turned = [f"with {word} {use / GIB:.1f}" for word, use in needs.items() if (use <= room) != fits]
         if turned:
@@ -72,14 +73,18 @@ def turning(content: Mapping[str, Any], shape: ModelShape, layout: Layout, devic
     )
 
 
-def _alternatives(content: Mapping[str, Any], layout: Layout) -> Iterator[tuple[str, str, dict[str, Layout]]]:
+def _alternatives(
+    content: Mapping[str, Any], shape: ModelShape, layout: Layout
+) -> Iterator[tuple[str, str, dict[str, Layout]]]:
     """(field, the word that was taken, the layout under each other word) of what people do either way.
 
     Whose micro-batch is not stated would take a smaller one.
     """
     if _is_unsaid(content, "micro_batch"):
-        sequences = layout.micro_batch * layout.num_micro_batches
-        layout = dataclasses.replace(layout, micro_batch=1, num_micro_batches=sequences)
+        # Of an unknown batch their number stays (`predict._usual_micro_batch`).
+        count = layout.num_micro_batches * (1 if _is_unsaid(content, "global_batch") else layout.micro_batch)
+        layout = dataclasses.replace(layout, micro_batch=1, num_micro_batches=count)
+        layout = with_liger_chunks(Fields(content), shape, layout)
     if not _says_recompute(content, layout):
         levels: tuple[Recompute, ...] = tuple(level for level in get_args(Recompute) if level != layout.recompute)
         yield "recompute", layout.recompute, {level: dataclasses.replace(layout, recompute=level) for level in levels}

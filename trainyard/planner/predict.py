@@ -34,10 +34,9 @@ from trainyard.planner.request_framework import (
     engine_of,
     has_flash,
     kernels_of,
-    liger_chunk_tokens,
-    says,
     usual_optimizer,
     usual_recompute,
+    with_liger_chunks,
     words_of,
     year_of,
 )
@@ -268,7 +267,7 @@ def understand(content: Mapping[str, Any]) -> Question:
         # Who has the room doesn't page.
         layout = plain if memory(shape, plain).needed <= device.memory_gib * GIB else layout
     if not fields.given("micro_batch"):
-        layout = _usual_micro_batch(shape, layout, device, links, batch_known=fields.given("global_batch"))
+        layout = _usual_micro_batch(fields, shape, layout, device, links)
     return Question(shape, layout, device, links, _counts_causal(fields))
 
 
@@ -278,19 +277,21 @@ def _counts_causal(fields: Fields) -> bool:
     return "bridge" in text or "automodel" in text
 
 
-def _usual_micro_batch(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, *, batch_known: bool) -> Layout:
+def _usual_micro_batch(fields: Fields, shape: ModelShape, layout: Layout, device: Gpu, links: Fabric) -> Layout:
     """The fastest micro-batch that fits, as whoever runs a job would have tried; the smallest where none fits.
 
     Of a known global batch, those that divide it; else the number of micro-batches stays, and the batch grows.
     """
+    batch_known = fields.given("global_batch")
     sequences = layout.micro_batch * layout.num_micro_batches
-    choices = [
+    sizes = [
         dataclasses.replace(
             layout, micro_batch=size, num_micro_batches=sequences // size if batch_known else layout.num_micro_batches
         )
         for size in (1, 2, 4, 8, 16)
         if (not batch_known or sequences % size == 0) and (size == 1 or size * layout.sequence_length <= 65536)
     ]
+    choices = [with_liger_chunks(fields, shape, item) for item in sizes]
     fitting = [item for item in choices if memory(shape, item).needed <= device.memory_gib * GIB]
     if not fitting:
         return choices[0]
@@ -349,10 +350,7 @@ def _layout(
     recomputation = _recomputation(fields, engine, usual_recompute(fields, kernels, ranks, method))
     chunks = fields.whole("vp", 1)
     sequence_length = fields.whole("seq", 4096 if shape.gated_mlp else 2048)
-    if kernels["loss_chunk_tokens"] is None and says(words_of(fields), "liger"):
-        tokens = micro * sequence_length // degrees["cp"]
-        kernels["loss_chunk_tokens"] = liger_chunk_tokens(tokens, shape)
-    return Layout(
+    layout = Layout(
         tensor=degrees["tp"],
         pipeline=degrees["pp"],
         chunks=chunks if degrees["pp"] > 1 else 1,
@@ -383,6 +381,7 @@ def _layout(
         **recomputation,
         **kernels,
     )
+    return with_liger_chunks(fields, shape, layout)
 
 
 def _recomputation(fields: Fields, engine: Engine, usual: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a request's framework and its version say: engine, kernels, numerics, era, and what is usual there."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.layout import (
     Engine,
     Kept,
+    Layout,
     Library,
     Masters,
     Method,
@@ -106,6 +108,14 @@ def liger_chunk_tokens(tokens: int, shape: ModelShape) -> int:
     fused_linear_cross_entropy; arXiv:2410.10989)."""
     share = math.ceil(tokens / math.ceil(shape.vocab / shape.hidden))
     return min(tokens, 1 << (share - 1).bit_length())
+
+
+def with_liger_chunks(fields: Fields, shape: ModelShape, layout: Layout) -> Layout:
+    """The layout with Liger's parts of a micro-batch's loss, where `framework` says Liger and nobody states others."""
+    if fields.given("loss_chunk_tokens") or not says(words_of(fields), "liger"):
+        return layout
+    tokens = int(layout.tokens_per_micro_batch)
+    return dataclasses.replace(layout, loss_chunk_tokens=liger_chunk_tokens(tokens, shape))
 
 
 def words_of(fields: Fields) -> str:
