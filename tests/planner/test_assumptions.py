@@ -60,6 +60,7 @@ def test_what_would_be_needed_is_what_is_needed_once_that_is_stated() -> None:
         ({"framework": "transformers"}, {"recompute": "full", "master_weights": "none"}),
         ({"framework": "transformers", "method": "lora"}, {"lora_rank": 16, "lora_targets": 2}),
         ({"framework": "litgpt", "method": "lora", "adapter": "prefix"}, {}),
+        ({"framework": "Megatron-Core", "cp": 8}, {"sharding": "none"}),
         ({"gpus": 1, "precision": "fp32"}, {"seq": 4096}),
     ],
 )
@@ -125,5 +126,9 @@ def test_weights_that_transformers_may_have_read_in_fp32_are_said_where_they_dec
     assert answer["fits"] and not wide["fits"]
     (note,) = answer["notes"]
     assert f"master_weights, taken as none (with weights {wide['needed_memory_gib']:.1f})" in note
+    for known in ({"autocast": True}, {"framework": "torchtitan"}):
+        # None would fit, but autocast has weights in fp32, and so has that framework.
+        other = predict(request | {"recompute": "full"} | known)
+        assert not other["fits"] and "notes" not in other
     both = predict(request | {"micro_batch": 4, "seq": 8192})
     assert both["notes"][0].endswith("; state them")

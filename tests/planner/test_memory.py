@@ -622,8 +622,9 @@ def test_whole_matrices_beside_adapters_have_averages_of_the_stated_type() -> No
 
 
 def test_stated_gradients_are_what_travels() -> None:
-    for engine in ({}, CORE | {"sharding": "none"}, CORE, {"framework": "transformers, DeepSpeed"}):
-        request = SEVEN | engine | {"gpus": 256, "global_batch": 1024, "data_replicate": 1}
+    replicated = ({"sharding": "none"}, {"data_replicate": 32})  # DDP, and FSDP in groups
+    for engine in ({}, *replicated, CORE | {"sharding": "none"}, CORE, {"framework": "transformers, DeepSpeed"}):
+        request = SEVEN | {"gpus": 256, "global_batch": 1024} | engine
         wide = predict(request | {"gradient_precision": "fp32"})["step_seconds"]
         assert predict(request | {"gradient_precision": "bf16"})["step_seconds"] < wide
 
