@@ -588,6 +588,7 @@ def test_weights_that_nothing_counts_as_stated_are_said_to_be_ignored(fields: di
         ({"gradient_precision": "bf16", "moment_precision": "bf16"}, 2 + 2 + 6 / 8, 2 + 2 + 6 / 8),
         ({"gradient_precision": "bf16", "master_weights": "none"}, 2 + 2 + 4 / 8, 2 + 2 + 4 / 8),
         ({"precision": "fp16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
+        ({"gradient_precision": "bf16", "offload": "cpu"}, 2 + 2, 2 + 2),
         ({"precision": "fp16", "gradient_precision": "fp16"}, 2 + 2 + 12 / 8 + 4 / 8, 2 + 2 + 12 / 8),
         ({"precision": "fp16", "gradient_precision": "fp32"}, 2 + 4 + 12 / 8, 2 + 4 + 12 / 8),
     ],

@@ -1,8 +1,8 @@
 """What an instance-hour costs, where that was read, and when. No price is ever guessed, and no old one is quoted.
 
 The shipped table is `aws_prices.csv`; `trainyard prices refresh` writes a file of further rows. The youngest is quoted,
-of one day that of the file. A book that is opened for a day refuses what is older than `MAX_AGE_DAYS`; one without
-quotes any age (a template must not change overnight).
+of one day that of the file; one of a day still to come behind all others. A book that is opened for a day refuses what
+is older than `MAX_AGE_DAYS`; one without quotes any age (a template must not change overnight).
 """
 
 import datetime

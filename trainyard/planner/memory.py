@@ -366,8 +366,10 @@ def sums_narrow(layout: Layout) -> bool:
 
 
 def _copies_gradients(layout: Layout) -> bool:
-    """Whether Megatron's optimizer makes fp32 copies of narrow gradients, to update fp32 copies of the weights."""
-    return sums_narrow(layout) and masters_of(layout) == "copy" and not _is_precision_aware(layout)
+    """Whether Megatron's optimizer makes fp32 copies of narrow gradients, to update fp32 copies of the weights that
+    are on the GPU."""
+    has_copies = masters_of(layout) == "copy" and layout.offload == "none"
+    return sums_narrow(layout) and has_copies and not _is_precision_aware(layout)
 
 
 def _is_precision_aware(layout: Layout) -> bool:
@@ -389,8 +391,8 @@ TE_STORES_REMAINDERS = 2025.2
 def _copy_bytes(layout: Layout) -> float:
     """Of the optimizer's copy of a weight, in fp32. Of bf16 ones the precision-aware optimizer keeps those 16 bits that
     the weight itself hasn't (`store_param_remainders`)."""
-    has_rest = _is_precision_aware(layout) and layout.precision == "bf16" and layout.year >= TE_STORES_REMAINDERS
-    return 2.0 if has_rest else 4.0
+    is_rest = layout.precision == "bf16" and layout.offload == "none" and layout.year >= TE_STORES_REMAINDERS
+    return 2.0 if is_rest and _is_precision_aware(layout) else 4.0
 
 
 def _main_gradient_bytes(layout: Layout) -> float:
