@@ -633,10 +633,16 @@ def test_stated_gradients_are_what_travels() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"gradient_precision": "fp16"}, "gradient_precision: must be one of fp32, bf16 (given: 'fp16')"),
-        ({"gradient_precision": "fp8", "precision": "fp8"}, "gradient_precision: must be one of fp32, bf16"),
-        ({"gradient_precision": "bf16", "precision": "fp16"}, "gradient_precision: must be one of fp32, fp16"),
-        ({"gradient_precision": "bf16", "precision": "fp32"}, "gradient_precision: must be one of fp32 (given"),
+        (
+            {"gradient_precision": "fp16"},
+            "gradient_precision: must be fp32 or bf16 (given: 'fp16'; precision: bf16, which is assumed)",
+        ),
+        (
+            {"gradient_precision": "fp8", "precision": "fp8"},
+            "gradient_precision: must be fp32 or bf16 (given: 'fp8'; precision: fp8)",
+        ),
+        ({"gradient_precision": "bf16", "precision": "fp16"}, "gradient_precision: must be fp32 or fp16 (given"),
+        ({"gradient_precision": "bf16", "precision": "fp32"}, "gradient_precision: must be fp32 (given: 'bf16'"),
         ({"moment_precision": 16}, "moment_precision: must be a text (given: 16)"),
         ({"moment_precision": "int4"}, "moment_precision: must be one of fp32, bf16, fp16, fp8 (given: 'int4')"),
     ],
@@ -653,7 +659,7 @@ def test_types_that_nothing_gives_are_refused(fields: dict[str, Any], words: str
         ({"moment_precision": "bf16", "method": "lora"}, []),
         ({"moment_precision": "bf16", "optimizer": "adafactor"}, ["moment_precision"]),
         ({"moment_precision": "bf16", "optimizer": "muon"}, []),
-        ({"moment_precision": "bf16", "gradient_precision": "fp32", "precision": "fp64"}, None),
+        ({"moment_precision": "bf16", "gradient_precision": "fp64", "precision": "fp64"}, None),
         # fp32 weights have fp32 gradients, and alone a rank sends none.
         ({"gradient_precision": "bf16", "gpus": 1, "framework": "torchtitan"}, ["gradient_precision"]),
         ({"gradient_precision": "bf16", "gpus": 1, "framework": "Megatron-Core"}, []),

@@ -199,15 +199,13 @@ class Layout:
 
     @property
     def gradient_bytes(self) -> int | None:
-        """Bytes an element of `gradient_precision`; None: usual, as are adapters' (fp32), and all in fp64."""
-        is_read = self.method == "full" and self.precision != "fp64"
-        return KEPT_BYTES.get(self.gradient_precision) if is_read else None
+        """Bytes an element of `gradient_precision`; None: usual, as are adapters' (fp32)."""
+        return KEPT_BYTES.get(self.gradient_precision) if self.method == "full" else None
 
     @property
     def moment_bytes(self) -> int | None:
-        """Bytes an element of `moment_precision`; None: usual, as in fp64 and of optimizers that have their own."""
-        is_read = self.optimizer in ("adamw", "muon", "sgd") and self.precision != "fp64"
-        return KEPT_BYTES.get(self.moment_precision) if is_read else None
+        """Bytes an element of `moment_precision`; None: usual, as of optimizers that have types of their own."""
+        return KEPT_BYTES.get(self.moment_precision) if self.optimizer in ("adamw", "muon", "sgd") else None
 
     @property
     def is_deepspeed_autocast(self) -> bool:

@@ -191,11 +191,18 @@ def _numerics(fields: Fields, *, loops_narrow: bool) -> dict[str, Any]:
 def _kept_types(fields: Fields, precision: str) -> dict[str, Kept]:
     """Of gradients' sums and of moments, `usual` where nobody says. InputError for a type of gradients that products of
     `precision` (bf16, where it says nothing) don't give."""
-    narrow = {"fp32": "fp32", "fp64": "fp32", "fp16": "fp16"}.get(precision, "bf16")
+    narrow = precision if precision in ("fp32", "fp16") else "bf16"
     found: dict[str, Kept] = {}
-    for name, allowed in (("gradient_precision", ("fp32", narrow)), ("moment_precision", MOMENTS)):
-        if fields.text(name):
-            found[name] = cast(Kept, fields.choice(name, "usual", dict.fromkeys(allowed)))
+    if precision == "fp64":
+        return found  # all is
+    if stated := fields.text("gradient_precision"):
+        if stated.lower() not in ("fp32", narrow):
+            allowed = " or ".join(dict.fromkeys(("fp32", narrow)))
+            beside = precision or "bf16, which is assumed"
+            raise InputError(f"gradient_precision: must be {allowed} (given: {stated!r}; precision: {beside})")
+        found["gradient_precision"] = cast(Kept, stated.lower())
+    if fields.text("moment_precision"):
+        found["moment_precision"] = cast(Kept, fields.choice("moment_precision", "usual", MOMENTS))
     return found
 
 
