@@ -156,7 +156,8 @@ class _Step:
         in_block += max(layers.product_bytes + layers.reading_bytes, factors * layers.product_bytes)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
         # Both products that read a norm's output give it a gradient; the residual's stands beside them.
-        after_block = left + layers.input_bytes + layers.product_bytes + 2 * layers.whole_hidden_bytes
+        after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
+        after_block += layers.product_bytes if self._shape.gated_mlp else above - layers.input_bytes
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if not self._layout.flash_attention:
             in_scores = left + above + layers.score_gradient_bytes
