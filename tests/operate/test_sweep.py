@@ -15,9 +15,9 @@ import pytest
 from launch_testing import job_content
 
 from trainyard.cli.app import run
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, TrainyardError
 from trainyard.launch import watch
-from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.backend import LogCursor, LogLine, Observation, Say, SilentError
 from trainyard.launch.launcher import new_record, record_and_submit, with_destination
 from trainyard.launch.names import is_of_job, new_job_id
 from trainyard.launch.place import Place
@@ -702,6 +702,27 @@ def test_what_aws_refuses_for_a_while_ends_no_sweep(begun: Any, monkeypatch: pyt
     found = runner.run(machines.tick)
     assert [one.state for one in found.lines] == ["Completed", "Stopped", "Stopped"] and not any(away.values())
     assert len(machines.launched) == 3
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("error", [AwsAwayError, SilentError])
+def test_a_trial_whose_submission_gets_no_answer_is_looked_for_and_not_launched_again(
+    begun: Any, monkeypatch: pytest.MonkeyPatch, error: type[TrainyardError], is_taken: bool
+) -> None:
+    runner, machines = begun(parallel=1)
+    submit, lost = machines.submit, [True]
+
+    def lose(record: JobRecord, say: Say) -> None:
+        if not lost or is_taken:
+            submit(record, say)
+        if lost:
+            lost.clear()
+            raise error("no answer")
+
+    monkeypatch.setattr(machines, "submit", lose)
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Stopped", "Stopped"] and not lost
+    assert sorted(machines.launched) == sorted({*machines.launched}) and len(machines.launched) == 3
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ class Runner:
 
     def _launch(self, trial: Trial) -> bool:
         """Launch one; whether another may be tried at once. A refusal while others run is tried again later: mostly it
-        is they that hold the quota. So is one by AWS or the network."""
+        is they that hold the quota. So is one by AWS or the network, or what got no answer: its job is looked for."""
         begun = trial.state == LAUNCHING
         self._keep(trial.model_copy(update={"state": LAUNCHING}))
         try:
@@ -355,7 +355,7 @@ class Runner:
             else:
                 self._adopt(trial, *found)
         except TrainyardError as error:
-            if not isinstance(error, InputError):
+            if error.may_run or not isinstance(error, InputError):
                 failures = self._failed_launches[trial.number] = self._failed_launches.get(trial.number, 0) + 1
                 if failures < MOST_FAILED_LAUNCHES:
                     self.say(f"trial {trial.number} is tried again: {error}")
@@ -367,7 +367,11 @@ class Runner:
     def _adopt(self, trial: Trial, place: Place, record: JobRecord) -> None:
         """That job is this trial's; it is submitted where it was only written down."""
         if record.attempt.submitted_at is None:
-            record = watch.resume(place.store, place.backend, record.job_id, say=self.say)
+            seen = watch.status(place.store, place.backend, record.job_id)
+            # It runs where it was taken and the answer lost.
+            record = seen.record
+            if seen.observation is None:
+                record = watch.resume(place.store, place.backend, record.job_id, say=self.say)
         self._places[record.job_id], self._held_back = place, ""
         self._keep(trial.model_copy(update={"state": record.state, "job_id": record.job_id}))
         self.say(f"trial {trial.number} of {self.search.num_trials}: {record.job_id} ({' '.join(trial.overrides)})")
