@@ -661,6 +661,28 @@ def test_a_job_whose_answer_was_lost_is_submitted(
     assert ask() == {"submitted": JOB_ID, "already": True} and len(sagemaker.created) == 1
 
 
+def test_a_refusal_of_a_request_that_the_sdk_repeated_is_no_refusal_of_the_first(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That job holds the machines, and SageMaker may show it a little later."""
+    create, describe, looks = sagemaker.create_training_job, sagemaker.describe_training_job, []
+
+    def late(TrainingJobName: str) -> dict[str, Any]:
+        looks.append(TrainingJobName)
+        return describe("acme-not-yet" if len(looks) < 3 else TrainingJobName)
+
+    def repeat(**request: Any) -> None:
+        create(**request)
+        monkeypatch.setattr(sagemaker, "describe_training_job", late)
+        error = _refused("ResourceLimitExceeded", 400)
+        error.response["ResponseMetadata"]["RetryAttempts"] = 1
+        raise error
+
+    monkeypatch.setattr(sagemaker, "create_training_job", repeat)
+    assert ask() == {"submitted": JOB_ID, "already": False}
+    assert set(_kept(deployed)) == {JOB_ID}
+
+
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 def test_where_nobody_can_know_the_broker_says_so_and_the_next_call_settles_it(
     ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -380,6 +380,22 @@ def test_a_queued_job_whose_answer_was_lost_is_there_or_nobody_knows(
     assert ask() == {"submitted": JOB_ID, "already": False} and len(batch.asked) == 1
 
 
+def test_a_queue_that_goes_as_a_job_is_submitted_refuses_it(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its jobs with it: nobody need wonder whether this one runs."""
+
+    def refuse(**_: Any) -> None:
+        batch.gone.add(QUEUE)
+        told = {"Code": "ClientException", "Message": f"Job queue {QUEUE} does not exist"}
+        raise ClientError({"Error": told}, "SubmitServiceJob")
+
+    monkeypatch.setattr(batch, "submit_service_job", refuse)
+    answer = ask()
+    assert answer["code"] == "ClientException" and "may_run" not in answer
+    assert _ledger(deployed, datetime.datetime.now(datetime.UTC)) == {}
+
+
 def test_a_record_that_is_rewritten_to_another_type_is_the_same_job(
     ask: Any, record: JobRecord, batch: Batch, deployed: Account, contract: TenantContract
 ) -> None:

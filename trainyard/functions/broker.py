@@ -73,7 +73,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
 
     def make_role(queue: str = "") -> None:
         if contract.get("job_boundary"):
-            JobRoles(boto3.client("iam"), contract).make(job_id, job, queue)
+            JobRoles(boto3.client("iam", config=quick), contract).make(job_id, job, queue)
 
     request = training_job_request(
         job["spec"],

@@ -58,7 +58,7 @@ def _looked_for(name: str, look: Callable[[], dict[str, Any] | None], error: Exc
     from botocore.exceptions import BotoCoreError, ClientError
 
     lost, why = is_lost(error), " ".join(str(error).split())
-    for number in range(LOOKS if lost else 1):
+    for number in range(LOOKS if lost or _was_repeated(error) else 1):
         if number:
             time.sleep(LOOK_SECONDS)
         try:
@@ -73,6 +73,12 @@ def _looked_for(name: str, look: Callable[[], dict[str, Any] | None], error: Exc
     if lost:
         raise UnknownError(f"whether {name} was taken can't be known now: {why}; it isn't there, and may come yet")
     return None
+
+
+def _was_repeated(error: Exception) -> bool:
+    """Whether the SDK asked more than once: an answer that was lost may be before the one that it tells."""
+    response: Any = getattr(error, "response", None) or {}
+    return bool(response.get("ResponseMetadata", {}).get("RetryAttempts"))
 
 
 def is_lost(error: Exception) -> bool:

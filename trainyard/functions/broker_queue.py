@@ -139,7 +139,7 @@ def queue_up(
     answered(
         name,
         partial(batch.submit_service_job, **asked),
-        partial(queued_job, batch, share["queue"], name),
+        partial(known_job, batch, share["queue"], name),
         prepare=partial(prepare, share["queue"]),
         give_up=partial(ledger.release, name, entry),
     )
