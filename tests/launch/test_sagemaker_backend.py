@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
 
-from trainyard.errors import AwsAwayError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.launch import launch, sagemaker_backend, watch
 from trainyard.launch.backend import LogCursor
 from trainyard.launch.checks import RunningJob
@@ -249,8 +249,48 @@ def test_a_direct_submission_whose_answer_was_lost_goes_by_what_is_there(
     if what == "taken":
         backend.submit(record, lambda _: None)
     elif what == "another":
-        with pytest.raises(InputError, match=r"and not as its record says: MaxRuntimeInSeconds is 60, not 7200$"):
+        with pytest.raises(InputError, match=r"not as its record says: MaxRuntimeInSeconds is 60, not 7200; stop it"):
             backend.submit(record, lambda _: None)
     else:
         with pytest.raises(AwsAwayError, match=f"submitting training job {record.job_id}: no answer came"):
             backend.submit(record, lambda _: None)
+
+
+def test_a_look_that_is_refused_after_a_direct_submission_refuses_nothing(
+    deployed: Account, record: JobRecord, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sign-in ran out after SageMaker took the job, say: the attempt is nobody's to change."""
+    backend = SageMakerBackend(deployed, contract)
+    expired: Any = {"Error": {"Code": "ExpiredTokenException", "Message": "over"}}
+
+    class Trainer:
+        def train(self, **_: object) -> None:
+            deployed.client("sagemaker").create_training_job(**backend.request(record))
+            monkeypatch.setattr(backend, "_launcher", Refusing())
+            raise ClientError(expired, "DescribeTrainingJob")
+
+    class Refusing:
+        exceptions = type("exceptions", (), {"ClientError": ClientError})
+
+        def client(self, _: str) -> "Refusing":
+            return self
+
+        def describe_training_job(self, **_: str) -> None:
+            raise ClientError(expired, "DescribeTrainingJob")
+
+    monkeypatch.setattr(sagemaker_backend, "model_trainer", lambda *_: Trainer())
+    with pytest.raises(AwsAwayError, match=f"whether {record.job_id} was taken can't be known now: .*; sign in again"):
+        backend.submit(record, lambda _: None)
+
+
+def test_what_gets_no_answer_before_a_job_is_handed_over_leaves_no_doubt_about_it(
+    deployed: Account, record: JobRecord, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: JobRecord) -> None:
+        raise AwsAwayError("no answer")
+
+    backend = SageMakerBackend(deployed, contract)
+    monkeypatch.setattr(backend, "_write_spec", away)
+    with pytest.raises(AwsRefusedError) as refused:
+        backend.submit(record, lambda _: None)
+    assert not isinstance(refused.value, AwsAwayError) and str(refused.value) == "no answer"

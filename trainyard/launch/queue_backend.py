@@ -15,7 +15,7 @@ from trainyard.launch.backend import Observation, Say
 from trainyard.launch.broker import ask_broker
 from trainyard.launch.checks import RunningJob, check_queue, check_share
 from trainyard.launch.record import TERMINAL_STATES, JobRecord
-from trainyard.launch.sagemaker_backend import SageMakerBackend, observation
+from trainyard.launch.sagemaker_backend import SageMakerBackend, nothing_handed_over, observation
 from trainyard.launch.session import Account
 from trainyard.spec.platform import TenantContract
 
@@ -37,7 +37,8 @@ class QueueBackend(SageMakerBackend):
         """Have the broker put the newest attempt into its queue; one that is there already is left alone."""
         self._check(record)
         say("writing the job's spec to its input channel")
-        self._write_spec(record)
+        with nothing_handed_over():
+            self._write_spec(record)
         say(f"handing {record.attempt.training_job_name} to the tenant's broker, for queue {self._queue(record)}")
         ask_broker(self._launcher, self._contract, record.job_id, say)
 

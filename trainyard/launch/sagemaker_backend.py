@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +68,11 @@ class SageMakerBackend:
         """Start the newest attempt; an attempt that SageMaker has already is left alone."""
         request = self.request(record)
         name = request["TrainingJobName"]
-        # Every way to start a job comes by here, a resume too.
-        check_queue(record.resolved.spec, self._contract, self.running(but=name))
-        say("writing the job's spec to its input channel")
-        self._write_spec(record)
+        with nothing_handed_over():
+            # Every way to start a job comes by here, a resume too.
+            check_queue(record.resolved.spec, self._contract, self.running(but=name))
+            say("writing the job's spec to its input channel")
+            self._write_spec(record)
         if self._contract.broker:
             say(f"handing {name} to the tenant's broker")
             ask_broker(self._launcher, self._contract, record.job_id, say)
@@ -84,7 +86,7 @@ class SageMakerBackend:
             except Exception as error:
                 # The SDK describes the job right after creating it, and retries a create whose answer was lost:
                 # what counts is whether the job is there, and is the one that was asked for.
-                there = self._describe(name)
+                there = self._looked_for(name, error)
                 if there is None and is_lost(error):
                     raise AwsAwayError(
                         f"submitting training job {name}: no answer came, and it may come yet"
@@ -93,8 +95,18 @@ class SageMakerBackend:
                     raise
                 if other := difference(there, request):
                     raise InputError(
-                        f"training job {name}: is there already, and not as its record says: {other}"
+                        f"training job {name}: is there already, and not as its record says: {other}; stop it "
+                        "(trainyard stop) or let it end, and resume it then"
                     ) from None
+
+    def _looked_for(self, name: str, error: Exception) -> dict[str, Any] | None:
+        """As `_describe`, after `error` came of its submission; AwsAwayError where the look is refused, too: nobody can
+        know then whether the job was taken."""
+        try:
+            return self._describe(name)
+        except AwsRefusedError as blind:
+            why = " ".join(str(error).split())
+            raise AwsAwayError(f"whether {name} was taken can't be known now: {why}; {blind}") from error
 
     def _write_spec(self, record: JobRecord) -> None:
         s3 = self._launcher.client("s3")
@@ -204,6 +216,15 @@ class SageMakerBackend:
             return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
         except logs.exceptions.ResourceNotFoundException:
             return []  # The group appears with the account's first training job.
+
+
+@contextmanager
+def nothing_handed_over() -> Iterator[None]:
+    """What gets no answer before a job is handed over leaves no doubt whether that runs: AwsRefusedError."""
+    try:
+        yield
+    except AwsAwayError as error:
+        raise AwsRefusedError(str(error)) from error
 
 
 def _read_stream(logs: Any, stream: str, cursor: LogCursor) -> list[LogLine]:
