@@ -11,7 +11,7 @@ import urllib3
 from boto3.exceptions import RetriesExceededError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError, SSLError
 
-from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, TrainyardError
 from trainyard.launch import launcher, watch
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, SilentError, say_nothing
@@ -472,14 +472,17 @@ def test_of_two_who_submit_within_one_second_the_first_that_is_refused_does_not_
         watch.resume(store, Cluster(), JOB_ID, revise=hours(3))
 
 
-def test_who_can_not_write_down_that_a_job_was_taken_is_told_that_it_may_run(store: FolderRecordStore) -> None:
+@pytest.mark.parametrize("error", [AwsAwayError("no answer"), OSError(errno.ENOSPC, "No space left on device")])
+def test_who_can_not_write_down_that_a_job_was_taken_is_told_that_it_may_run(
+    store: FolderRecordStore, error: Exception
+) -> None:
     class Failing(FolderRecordStore):
         def replace(self, stored: StoredRecord, record: JobRecord) -> StoredRecord:
             if record.attempt.submitted_at is not None and record.attempt.number == 2:
-                raise AwsAwayError("no answer")
+                raise error
             return super().replace(stored, record)
 
-    with pytest.raises(AwsAwayError) as broken_off:
+    with pytest.raises(TrainyardError) as broken_off:
         watch.resume(Failing(store.folder), Cluster(), JOB_ID)
     assert broken_off.value.may_run == JOB_ID
 

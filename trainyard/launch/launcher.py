@@ -32,7 +32,7 @@ from trainyard.launch.record import (
     update,
     utc_now,
 )
-from trainyard.launch.session import Account, price_file
+from trainyard.launch.session import Account, price_file, unwritable
 from trainyard.launch.tracing import plan_by_trace
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.elastic import smaller
@@ -389,6 +389,11 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
     except TrainyardError as error:
         error.may_run = job_id
         raise
+    except OSError as error:  # this machine's records, on a full disk
+        if (told := unwritable(error)) is None:
+            raise
+        told.may_run = job_id
+        raise told from error
 
 
 def record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:
