@@ -25,7 +25,7 @@ from moto import mock_aws
 from moto.server import ThreadedMotoServer
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
-from trainyard.launch import checkpoint_files, checkpoints
+from trainyard.launch import checkpoint_files, checkpoints, upload_journal
 from trainyard.launch.checkpoint_files import Files, open_files
 from trainyard.launch.lineage import refuse_anothers
 from trainyard.spec.retention import BestSpec, Retention
@@ -456,6 +456,10 @@ def test_what_a_killed_copy_had_on_its_way_is_given_up_by_the_next_and_nothing_o
 
     def copy_and_die() -> None:
         client = boto3.client("s3", region_name="us-east-1")
+        # As S3 answers where a bucket is named by an access point's alias, by which alone it may be asked.
+        client.meta.events.register(
+            "after-call.s3.CreateMultipartUpload", lambda parsed, **_: parsed.update(Bucket="b")
+        )
         client.meta.events.register("before-call.s3.CompleteMultipartUpload", _killed)
         checkpoints.copy(origin, client, found, to)
 
@@ -493,9 +497,31 @@ def test_uploads_that_nobody_may_give_up_now_are_given_up_later(
     monkeypatch.setattr(s3, "abort_multipart_upload", refuse)
     checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept", said.append)
     assert said == [] and _on_their_way(s3) == [upload_id]
+    noted = [json.loads(line) for line in (tmp_path / f"state/copies/{name}.jsonl").read_text().split("\n") if line]
+    assert noted == lines, "half a line alone is forgotten"
     monkeypatch.setattr(s3, "abort_multipart_upload", honest)
     checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept", said.append)
     assert said == ["unfinished uploads of an earlier copy to s3://two/kept removed: 1"] and _on_their_way(s3) == []
+    assert list((tmp_path / "state/copies").iterdir()) == [], "also without the one that had come to its end"
+
+
+def test_what_a_client_uploads_after_a_copy_is_noted_nowhere(tmp_path: Path, s3: Any) -> None:
+    save(tmp_path / "a", 10)
+    checkpoints.copy(str(tmp_path / "a"), s3, checkpoints.list_checkpoints(str(tmp_path / "a"), s3), "s3://two/kept")
+    others = [(tmp_path / str(number)).open("w") for number in range(9)]  # one has the number that the journal had
+    s3.create_multipart_upload(Bucket="one", Key="x")
+    for file in others:
+        file.close()
+        assert Path(file.name).read_text() == ""
+
+
+def test_a_note_that_found_no_room_costs_no_other(tmp_path: Path) -> None:
+    upload = {"Bucket": "two", "Key": "kept/x", "UploadId": "1"}
+    descriptor = os.open(tmp_path / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, b'{"Bucket": "tw')
+    upload_journal._note(descriptor, upload)
+    assert upload_journal._uploads(descriptor) == [upload]
+    os.close(descriptor)
 
 
 def test_of_two_copies_from_this_machine_to_one_prefix_the_second_is_refused(tmp_path: Path, s3: Any) -> None:

@@ -43,9 +43,12 @@ def journal(s3: Any, root: str, say: Say) -> Iterator[None]:
         for upload in left:
             _note(descriptor, upload)
 
+        # By the name that was asked for: of an access point's alias S3 answers with the bucket's own.
+        bucket = root.removeprefix("s3://").partition("/")[0]
+
         def note(parsed: Mapping[str, Any], **_: object) -> None:
-            if "UploadId" in parsed:
-                _note(descriptor, {name: parsed[name] for name in _UPLOAD})
+            if "UploadId" in parsed:  # else it was refused
+                _note(descriptor, {"Bucket": bucket, "Key": parsed["Key"], "UploadId": parsed["UploadId"]})
 
         s3.meta.events.register(_STARTED, note)
         is_done = False
@@ -73,8 +76,10 @@ def _locked(path: Path, root: str) -> int | None:
             return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             os.close(descriptor)
             raise InputError(
@@ -115,4 +120,5 @@ def _given_up(s3: Any, uploads: Iterable[dict[str, str]], root: str, say: Say) -
 
 def _note(descriptor: int, upload: Mapping[str, str]) -> None:
     with suppress(OSError):  # a full disk costs the note
-        os.write(descriptor, json.dumps(dict(upload)).encode() + b"\n")
+        # On a line of its own, whatever the one before lacks.
+        os.write(descriptor, b"\n" + json.dumps(dict(upload)).encode() + b"\n")
