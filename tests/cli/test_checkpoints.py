@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, TrainyardError
 from trainyard.launch.backend import Observation
 from trainyard.launch.checkpoints import has_any
 
@@ -296,13 +296,20 @@ def test_a_copy_to_where_a_job_saves_waits_for_its_end(
         assert f"{to}: job {job} saves there, and is still going (Training)" in capsys.readouterr().err
 
 
-def test_a_place_whose_job_nobody_knows_is_copied_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [InputError, AwsRefusedError, AwsAwayError])
+def test_a_place_whose_job_nobody_knows_is_copied_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[TrainyardError]
+) -> None:
+    """But not while AWS gives no answer: it may be asked a little later."""
+
     def place_of(job_id: str, *_: object) -> Any:
-        raise InputError(f"job {job_id}: there is no such job")
+        raise error(f"job {job_id}: there is no such job")
 
     copied: list[str] = []
     monkeypatch.setattr("trainyard.launch.place.place_of", place_of)
     monkeypatch.setattr("trainyard.cli.checkpoints._client_of", lambda *_: None)
     monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
     to = "s3://kept/jobs/acme-tiny-20260131120000-1a2b"
-    assert run(["checkpoints", "copy", str(folder), to, "--step", "20", "--tenant", "acme"]) == 0 and copied == [to]
+    is_away = error is AwsAwayError
+    assert run(["checkpoints", "copy", str(folder), to, "--step", "20", "--tenant", "acme"]) == (3 if is_away else 0)
+    assert copied == ([] if is_away else [to])

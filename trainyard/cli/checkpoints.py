@@ -10,7 +10,7 @@ import typer.core
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption, as_given
 from trainyard.cli.output import console, print_json
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, JobFailedError
 
 if TYPE_CHECKING:
     from trainyard.launch.record import JobRecord
@@ -316,7 +316,7 @@ def _client_of(tenant: str, environment: str, what: str) -> Any:
 
 def _refuse_running(to: str, environment: str, tenant: str | None) -> None:
     """InputError where a job saves to `to` that has not ended: a bucket knows no locks, but where a tenant's job saves
-    has the job's id. Nothing where nobody can say."""
+    has the job's id. Nothing where nobody can say; AwsAwayError where AWS doesn't answer now."""
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
 
@@ -328,7 +328,9 @@ def _refuse_running(to: str, environment: str, tenant: str | None) -> None:
         place = place_of(job_id, environment, tenant)
         record = place.store.read(job_id).record
         running = place.backend.observe(record)
-    except InputError:  # no job of ours, or a cluster that doesn't answer
+    except AwsAwayError:  # it may be answered a little later
+        raise
+    except (InputError, AwsRefusedError):  # no job of ours, a cluster that doesn't answer, a tenant that isn't deployed
         return
     if record.checkpoint_destination.rstrip("/") == to.rstrip("/") and running is not None and not running.finished:
         stop = f"trainyard stop {job_id}{as_given(environment, tenant)}"
