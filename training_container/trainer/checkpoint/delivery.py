@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -271,8 +272,9 @@ def _remove_rest(place: Path) -> None:
     if not place.is_symlink():
         for at, _, names in os.walk(place, topdown=False):
             for path in (Path(at, name) for name in names):
-                with suppress(OSError):
-                    if not path.is_symlink() and not path.is_file():
+                with suppress(OSError):  # what can't be looked at may be a file
+                    mode = path.lstat().st_mode
+                    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                         path.unlink()
             with suppress(OSError):  # one that holds something
                 Path(at).rmdir()
