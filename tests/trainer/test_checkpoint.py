@@ -481,6 +481,30 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         job.checkpointer.load(info, {"model.a": torch.zeros(32, 64)})
 
 
+@pytest.mark.parametrize("straight", [True, False])
+def test_what_the_optimizer_keeps_no_more_is_told_of_and_nothing_else_is(
+    destination: str, tmp_path: Path, straight: bool
+) -> None:
+    """A running average, say: gone with the next checkpoint, and no loss would tell."""
+    job = Job(destination, tmp_path)
+    job.checkpointer.save(1, state(1) | {"optim.a.average": torch.zeros(64, 32)}, {"step": 1})
+    job.checkpointer.wait()
+
+    def resumed(tensors: dict[str, torch.Tensor]) -> list[str]:
+        later = Job(destination, tmp_path)
+        info = later.checkpointer.latest(lambda: tensors) if straight else later.checkpointer.latest()
+        assert info is not None and later.checkpointer.load(info, tensors)["step"] == 1
+        return [line for line in later.said if "warning" in line]
+
+    (told,) = resumed(state(0))
+    assert "/checkpoints/step-00000001: it holds average of its weights, which the job's training.optimizer" in told
+    assert "\n" not in told
+    assert not resumed(state(0) | {"optim.a.average": torch.zeros(64, 32)})
+    count = state(0)
+    del count["optim.step"]
+    assert "average of" in resumed(count)[0], "a count of steps is none of it"
+
+
 # ---------------------------------------------------------------- retention
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from trainer.checkpoint.manifest import step_folder
-from trainer.checkpoint.reading import mismatch
+from trainer.checkpoint.reading import left_moments, mismatch, moment_kinds
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of
 from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
@@ -152,6 +152,19 @@ def test_another_optimizer_than_the_checkpoints_is_named_and_not_the_model(
             tensors |= {f"optim.{name}.{moment}": kept for moment, kept in moments_of(optimizer, weight).items()}
         told = mismatch(saved, tensors)
         assert told is not None and re.search(cause, told), told
+
+
+def test_what_no_rank_keeps_of_a_checkpoints_optimizer_is_named() -> None:
+    saved = metadata_of(
+        {f"optim.w.{name}": torch.zeros(2) for name in ("exp_avg", "average")} | {"model.w": torch.zeros(2)}
+    )
+    both = frozenset({"exp_avg", "average"})
+    assert left_moments(saved, [both, frozenset()]) is None
+    assert left_moments(saved, [frozenset({"exp_avg"}), frozenset({"average"})]) is None, "each on a rank of its own"
+    assert "holds average of" in str(left_moments(saved, [frozenset({"exp_avg"})]))
+    assert "holds average, exp_avg of" in str(left_moments(saved, [moment_kinds(["model.w.weight"])]))
+    counted = metadata_of({"optim.w.exp_avg": torch.zeros(2), "optim.w.step": torch.zeros(())})
+    assert left_moments(counted, [moment_kinds(["optim.v.exp_avg"])]) is None, "a count of steps is no loss"
 
 
 def test_what_an_earlier_muon_took_for_a_matrix_is_named() -> None:

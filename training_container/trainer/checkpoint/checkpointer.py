@@ -41,7 +41,15 @@ from trainer.checkpoint.manifest import (
     step_folder,
 )
 from trainer.checkpoint.needs import Needs
-from trainer.checkpoint.reading import AlteredError, left_weights, mismatch, weights_asked_for, without_unsaved
+from trainer.checkpoint.reading import (
+    AlteredError,
+    left_moments,
+    left_weights,
+    mismatch,
+    moment_kinds,
+    weights_asked_for,
+    without_unsaved,
+)
 from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
 from trainer.checkpoint.saving import Save, Saver
 from trainer.heartbeat import beat
@@ -528,6 +536,9 @@ class Checkpointer:
             # A host may have an altered table of a shard that it holds whole, or lacks.
             self._saver.tier.bring(local, needs.files | {file + BLOCKS_SUFFIX for file in needs.files})
         self._together(info, lambda: info.fill(needs))
+        left = left_moments(needs.index, self._group.gather_everywhere(moment_kinds(tensors)))
+        if left is not None and self._group.rank == 0:
+            self._report(f"warning: checkpoint {info.uri}: {left}")
         self._restorer.discard(info)
         # Those that training comes to again have yet to fail.
         self.failed_steps = {step for step in self.failed_steps if step <= info.step}

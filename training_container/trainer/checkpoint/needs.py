@@ -126,7 +126,8 @@ class Needs:
 
     def __init__(self, index: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: as for a save; the checkpoint has to hold them (`reading.mismatch`)."""
-        self._index = index
+        self.index = index
+        """Of what is stored."""
         self.placements: dict[str, dict[int, list[Placement]]] = {}
         boxes: dict[Hashable, ChunkStorageMetadata | None] = {}
         others: dict[str, torch.Tensor] = {}
@@ -141,8 +142,8 @@ class Needs:
 
     def _place_as_stored(self, name: str, tensor: torch.Tensor, box: ChunkStorageMetadata) -> bool:
         """Where this rank's box of the tensor was stored as it is: no plan is needed. False: it wasn't."""
-        stored = self._index.state_dict_metadata[name]
-        place = self._index.storage_data.get(MetadataIndex(name, box.offsets))
+        stored = self.index.state_dict_metadata[name]
+        place = self.index.storage_data.get(MetadataIndex(name, box.offsets))
         if place is None or not isinstance(stored, TensorStorageMetadata) or box not in stored.chunks:
             return False
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -153,7 +154,7 @@ class Needs:
         return True
 
     def _place_by_plan(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        index = self._index
+        index = self.index
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), index, is_coordinator=True)
         sizes = {
@@ -171,7 +172,7 @@ class Needs:
                 boxes.setdefault(int(place.offset), []).append(self._placement(item, target, stored_sizes))
 
     def _placement(self, item: ReadItem, target: torch.Tensor, sizes: Sequence[int]) -> Placement:
-        stored = self._index.state_dict_metadata[item.storage_index.fqn]
+        stored = self.index.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         return Placement(
             target, stored.properties.dtype, sizes=sizes, offsets=item.storage_offsets, lengths=item.lengths
@@ -187,7 +188,7 @@ class Needs:
         there = self.placements[file]
         return sorted(
             (int(place.offset), int(place.length))
-            for place in self._index.storage_data.values()
+            for place in self.index.storage_data.values()
             if str(place.relative_path) == file and place.offset in there
         )
 

@@ -392,6 +392,30 @@ def left_weights(index: Metadata, asked: Iterable[bytes]) -> str | None:
     return f"it holds {', '.join(left[:3])}{more}, which the job doesn't train; {_OTHER_MODEL}"
 
 
+def moment_kinds(names: Iterable[str]) -> frozenset[str]:
+    """What an optimizer keeps of any weight ("exp_avg", "average"), by the names of a rank's tensors."""
+    return frozenset(name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER))
+
+
+def left_moments(index: Metadata, kept: Iterable[frozenset[str]]) -> str | None:
+    """What a checkpoint has of its optimizer that no rank keeps (`moment_kinds` of each): one line, or None.
+
+    Not refused: who turns a running average off means to be rid of it.
+    """
+    saved = {
+        name: stored
+        for name, stored in index.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata) and len(stored.size)  # not counts of steps
+    }
+    left = sorted(moment_kinds(saved).difference(*kept))
+    if not left:
+        return None
+    return (
+        f"it holds {', '.join(left)} of its weights, which the job's training.optimizer (kind, momentum, average_decay)"
+        " doesn't keep: what is saved from now on has none of it"
+    )
+
+
 def _trained_weights(index: Metadata) -> list[str]:
     """Names of weights that the checkpoint has the optimizer's averages of."""
     saved = index.state_dict_metadata
