@@ -79,8 +79,9 @@ def test_so_they_do_where_windows_are_a_mask(recompute: str) -> None:
         sum(each[name] for name in ("activations", "buffers")) - sum(other[name] for name in ("activations", "buffers"))
         for each, other in ((found.planned, plain.planned), (found.traced, plain.traced))
     ]
-    # Tokens x tokens of a sequence: a byte, and two of what kernels read.
-    assert more[1] > 0.99 * 2 * 2048**2 * 3
+    # Tokens x tokens of a sequence: a byte, and two of what kernels read; where nothing is kept the worst moment is the
+    # feed-forward block's, beside which no layer's own copies lie.
+    assert more[1] > 0.99 * {"none": 2, "full": 1}[recompute] * 2048**2 * 3
     assert more[0] == pytest.approx(more[1], rel=0.1)
 
 

@@ -79,7 +79,7 @@ class MissingFileError(Exception):
 
 
 class NoFileError(MissingFileError):
-    """What has that name is no file: a pipe, which who reads it would wait at for ever, a device, a folder."""
+    """What has that name is no file, nor a folder: a pipe, which who reads it would wait at for ever, or a device."""
 
 
 class Destination(ABC):
@@ -206,7 +206,9 @@ class LocalDestination(Destination):
     def get_bytes(self, name: str) -> bytes:
         path = self._root / name
         with os_errors(f"read {path}"):
-            if not stat.S_ISREG(path.stat().st_mode):
+            kind = path.stat().st_mode
+            # A folder can't be read: to whom it stands for all that was saved, that is no word of a missing file.
+            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
                 raise NoFileError(f"can't read {path}: it is no file")
             return path.read_bytes()
 
