@@ -1,6 +1,7 @@
 """Mixtures of experts cut over a tensor axis, alone and with an expert axis or stages, equal one process."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_experts_on_tensor_ranks_equal_one_process(results: dict[tuple[str, int,
     assert {key: error for key, error in errors.items() if error > TOLERANCE} == {}
     whole, again = results["whole", 4, *SAVED], results["resumed", 4, *SAVED]
     assert again["loss"] == whole["loss"][SAVED_AT:], "bit for bit at the same layout"
+
+
+@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+def test_so_do_those_that_are_computed_again(mode: str) -> None:
+    """Their FSDP units lie inside the blocks, and work in another way where these are recomputed."""
+    families = ["DeepSeek-V2", "Mixtral", "Qwen3-MoE"]
+    again = [
+        replace(asked, job=asked.job | {"activation_checkpointing": mode})
+        for asked in (request_of(family, "tensor2") for family in families)
+    ]
+    theirs = run(1, [request_of(family, "single") for family in families])
+    errors = [worst_relative_error(*pair) for pair in zip(run(2, again), theirs, strict=True)]
+    assert max(errors) <= TOLERANCE, dict(zip(families, errors, strict=True))
 
 
 @pytest.mark.full

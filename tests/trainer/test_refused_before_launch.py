@@ -402,6 +402,19 @@ def test_an_adapter_of_layers_that_are_not_there_is_said_before_data_is_read(
     assert re.search(r"^model\.adapter\.targets: q_proj: no linear layer .* in phi3; it has .*qkv_proj", told)
 
 
+@pytest.mark.parametrize("is_source", [False, True])
+def test_a_model_whose_loss_can_not_be_had_in_parts_is_said_before_data_is_read(
+    is_source: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if is_source:
+        AutoConfig.for_model("granite", **sizes).save_pretrained(tmp_path)
+    model: dict[str, Any] = {"source": str(tmp_path)} if is_source else {"model": sizes | {"model_type": "granite"}}
+    told = refusal(tiny_job("single", 1, **model, loss="chunked"), monkeypatch, tmp_path)
+    assert told.startswith("training.loss: chunked can't be had: GraniteForCausalLM changes the logits after its head;")
+    CausalLM().check_model(tiny_job("single", 1, **model))
+
+
 def _cut(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

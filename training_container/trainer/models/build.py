@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -95,14 +95,23 @@ def _lengthen_default(config: PretrainedConfig, stated: Mapping[str, Any], seque
         config.max_position_embeddings = sequence_length
 
 
-def check_configuration(job: ResolvedJob) -> None:
+def check_configuration(job: ResolvedJob) -> PreTrainedModel | None:
     """InputError for a stated configuration of which no language model can be built, whatever the data's vocabulary,
-    and for an adapter of layers that the source's model doesn't have. No file of weights is opened."""
+    and for an adapter of layers that the source's model doesn't have. No file of weights is opened.
+
+    Returns the model without its weights; None of a source whose model can't be made so.
+    """
     source, adapter = job.spec.model.source, job.spec.model.adapter
     if job.spec.model.config is not None:
-        _check_sizes(job, _from_config(job, MANY_WORDS))
-    elif source is not None and adapter is not None and (model := _bare(source)) is not None:
+        model: PreTrainedModel | None = _from_config(job, MANY_WORDS)
+        assert model is not None
+        _check_sizes(job, model)
+        return model
+    assert source is not None
+    model = _bare(source)
+    if adapter is not None and model is not None:
         check_targets(model, adapter)
+    return model
 
 
 def _bare(source: str) -> PreTrainedModel | None:
@@ -185,6 +194,9 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
     """full: a block keeps its input alone; selective: also its expensive results. Names of parameters don't change."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
+        # torch (2.13) counts what a profiler is told, too, and FSDP's units inside a block, as experts that tensor
+        # ranks share, tell it more where the block is computed again: "encountered during backward but not found".
+        SAC_IGNORED_OPS.update(PROFILER_OPERATIONS)
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
         for block in transformer_blocks(model):
             _mark_last_product(block)
@@ -208,6 +220,12 @@ def _drops(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> boo
     names = (argument.name for argument in operation._schema.arguments)
     return float((dict(zip(names, args, strict=False)) | dict(named)).get("dropout_p", 0.0)) > 0.0
 
+
+PROFILER_OPERATIONS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""What `torch.profiler.record_function` is to a dispatch mode."""
 
 _in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False)
 """Whether a block's last product is being computed."""

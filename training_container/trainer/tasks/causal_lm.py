@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.data import JobData, TextData, build_data
-from trainer.losses.head import ScoringHead
+from trainer.losses.head import ScoringHead, plan_loss
 from trainer.losses.router import router_loss_sum
 from trainer.losses.token_loss import next_token_loss_sum, shifted, target_loss_sum
 from trainer.models.attention import positions_on
@@ -30,7 +30,9 @@ class CausalLM(Task):
 
     def check_model(self, job: ResolvedJob) -> None:
         """See Task: the data, which is not there yet, would give the vocabulary."""
-        check_configuration(job)
+        model = check_configuration(job)
+        if model is not None and job.spec.training.loss == "chunked":
+            plan_loss(model, job)  # says what such a loss needs of a model
 
     def build_data(
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path
