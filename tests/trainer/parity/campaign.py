@@ -1,0 +1,235 @@
+"""A parity campaign: jobs drawn at random, each compared with one process, and saved and resumed in another layout.
+
+    scripts/parity_campaign --seeds 40 --json results.json
+
+The table of `parity.table` holds what somebody thought of. A seed here (`draws`) is any job that the trainer takes: a
+family with sizes of its own, full or with an adapter, an optimizer, a schedule, packed or not; and two layouts of it,
+of any degrees, micro-batch, recomputation and unit sizes. What must hold of each:
+
+- under the first layout losses, gradient norms, the validation loss and the last weights are those of one process;
+- what is saved there at a random step and resumed by new processes of the same layout goes on bit for bit;
+- resumed under the second layout it ends as one process does;
+- the trainer's own command, on files of a random kind, ended midway under the first layout and started again under the
+  second, does every step once, with exactly the tokens of one process (`whole_jobs`);
+- a layout that isn't taken is refused in one line (they are counted, and drawn again).
+
+Equal means `TOLERANCES`: 1e-7 in float64, 1e-5 in float32, where of weights only a hundredth is asked: optimizers
+divide small gradients by their own size. Some jobs make more of a rounding than that (a random model's router under
+Muon, norms that begin at zero under Adafactor): one process runs twice, the second time a sequence at a time, and
+layouts may be `OWN_FACTOR` times as far off as it is from itself, but never more than `MOST`.
+
+The exit code is 0 when all of it held. `--first-seed N --seeds 1` plays one again.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
+
+from trainer.models.build import build_model
+from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+
+from parity.draws import ONE_BY_ONE, STEPS, Drawn, Layout, draw
+from parity.table import TOLERANCES
+from parity.whole_jobs import run_whole, whole_job
+
+WEIGHTS_TOLERANCES = {"fp64": 1e-7, "fp32": 1e-2}
+OWN_FACTOR = 30.0
+MOST = {"fp64": 1e-5, "fp32": 1e-2}
+"""What no rounding of one process makes up for: of a job whose own is more, nothing is proved."""
+LEAST_LEARNT = 1e-4
+"""Of the loss: how far the steps of one process lie apart, at least."""
+RUN_SECONDS = 300
+WHO = ("one process", "first", "second", "whole job")
+_LAST_WORDS = 1500
+"""Characters of a run that failed."""
+
+
+@dataclass
+class Played:
+    """A seed, and what came of it."""
+
+    seed: int
+    precision: str
+    job: str
+    first: str
+    second: str
+    saved_at: int
+    errors: dict[str, float] = field(default_factory=dict)
+    """Worst relative difference from one process, of numbers and of weights: its own, accumulating; each layout's."""
+    problems: list[str] = field(default_factory=list)
+    """What did not hold; empty: all of it."""
+    refused: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    whole: str = ""
+    """The job file of the trainer's own command, but for its layout, and how its first run was ended."""
+
+
+def play(drawn: Drawn, folder: Path) -> Played:
+    """All runs of a seed, in `folder`."""
+    started = time.monotonic()
+    words = _words(drawn), _layout_words(drawn.first), _layout_words(drawn.second)
+    told = Played(drawn.seed, drawn.precision, *words, drawn.saved_at)
+    told.refused = dict(drawn.refused)
+    try:
+        _compare(drawn, folder, told)
+        _play_whole(drawn, folder, told)
+    except AssertionError as error:
+        told.problems.append(str(error)[-_LAST_WORDS:])
+    told.seconds = round(time.monotonic() - started, 1)
+    return told
+
+
+def _compare(drawn: Drawn, folder: Path, told: Played) -> None:
+    source, weights, saved = folder / "base", folder / "weights.pt", folder / "saved"
+    if drawn.adapter is not None:
+        plain = tiny_job("single", 1, model=drawn.model, document_masks=False)
+        build_model(plain, vocab_size=VOCAB_SIZE).save_pretrained(source)
+    alone, own = run(1, [drawn.alone(source, weights), drawn.ranks(ONE_BY_ONE, source, weights)], RUN_SECONDS)
+    apart = max(alone["loss"]) / min(alone["loss"]) - 1
+    if not apart > LEAST_LEARNT:
+        told.problems.append(f"one process: what doesn't learn proves nothing: {alone['loss']}")
+    _note(told, "one process", own, alone)
+    ranks, others = (drawn.ranks(layout, source, weights) for layout in (drawn.first, drawn.second))
+    (whole,) = _run(drawn.first, [replace(ranks, save=str(saved), save_after_step=drawn.saved_at)])
+    resumed = {"first_step": drawn.saved_at + 1, "load": str(saved)}
+    (same,) = _run(drawn.first, [replace(ranks, **resumed)])
+    (moved,) = _run(drawn.second, [replace(others, **resumed)])
+    for name, result in (("first", whole), ("second", moved)):
+        _note(told, name, result, alone)
+        _judge(told, name)
+    for key in ("loss", "grad_norm", "validation"):
+        wanted = whole[key] if key == "validation" else whole[key][drawn.saved_at :]
+        if [value.hex() for value in same[key]] != [value.hex() for value in wanted]:
+            told.problems.append(f"resumed at its own layout, {key} is {same[key]}, not {wanted}")
+
+
+def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
+    place = folder / "whole"
+    place.mkdir()
+    job = whole_job(drawn, place, folder / "base")
+    told.whole = f"{job.end} at step {job.end_step}: {json.dumps(job.content).replace(str(folder), 'FOLDER')}"
+    errors, problems = run_whole(job, place)
+    told.problems += problems
+    told.errors |= {"one process whole": errors["own"], "whole job whole": errors["job"]}
+    _judge(told, "whole job", ("whole",))
+
+
+def _run(layout: Layout, requests: Sequence[RunRequest]) -> list[Result]:
+    return run(layout.spec.world_size, requests, RUN_SECONDS)
+
+
+def _note(told: Played, name: str, result: Result, alone: Result) -> None:
+    told.errors[f"{name} numbers"] = worst_relative_error(result, alone)
+    told.errors[f"{name} weights"] = result["weights_error"]
+
+
+def _judge(told: Played, name: str, figures: Sequence[str] = ("numbers", "weights")) -> None:
+    for what in figures:
+        usual = WEIGHTS_TOLERANCES if what == "weights" else TOLERANCES
+        error, own = told.errors[f"{name} {what}"], told.errors[f"one process {what}"]
+        allowed = min(max(usual[told.precision], OWN_FACTOR * own), MOST[told.precision])
+        if not error <= allowed:
+            told.problems.append(f"{name}: {what} are {error:.1e} off one process, allowed {allowed:.0e}")
+
+
+def _words(drawn: Drawn) -> str:
+    model = {
+        name: value for name, value in drawn.model.items() if name not in ("model_type", "max_position_embeddings")
+    }
+    parts = {"model": model, "adapter": drawn.adapter, "packed": drawn.is_packed} | drawn.training
+    return f"{drawn.family}: {json.dumps(parts)}"
+
+
+def _layout_words(layout: Layout) -> str:
+    return f"{layout.strategy}: {json.dumps(asdict(layout))}"
+
+
+def table(played: Iterable[Played]) -> str:
+    """For people: how many held, how far off the worst were, what was refused, what did not hold."""
+    rows = list(played)
+    good = [row for row in rows if not row.problems]
+    lines = [f"{len(good)} of {len(rows)} jobs equal one process, resume bit for bit, and go on in another layout"]
+    for name in (f"{who} {what}" for what in ("numbers", "weights", "whole") for who in WHO):
+        for precision in TOLERANCES:
+            errors = [row.errors[name] for row in rows if name in row.errors and row.precision == precision]
+            if errors:
+                lines.append(f"  {precision} {name:<19} median {median(errors):.0e}, worst {max(errors):.1e}")
+    refused: Counter[str] = Counter()
+    for row in rows:
+        refused.update(row.refused)
+    lines += [f"refused {count}: {reason}" for reason, count in refused.most_common()]
+    for row in rows:
+        runs = f"  {row.job}\n  first {row.first}\n  second {row.second}\n  whole {row.whole}"
+        lines += [f"PROBLEM seed {row.seed}: {problem}\n{runs}" for problem in row.problems]
+    return "\n".join(lines)
+
+
+def campaign(seeds: Iterable[int], *, minutes: float | None, say: Callable[[Played], None]) -> list[Played]:
+    """Seed after seed, `say` each; none is begun later than `minutes` after the first."""
+    deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
+    played = []
+    for seed in seeds:
+        if time.monotonic() > deadline:
+            break
+        with tempfile.TemporaryDirectory(prefix="parity-campaign-") as folder:
+            played.append(play(draw(seed), Path(folder)))
+        say(played[-1])
+    return played
+
+
+def read(path: Path) -> list[Played]:
+    """The seeds of a file; none where there is no such file."""
+    if not path.exists():
+        return []
+    return [Played(**row) for row in json.loads(path.read_text(encoding="utf-8"))["played"]]
+
+
+def write(path: Path, played: Sequence[Played]) -> None:
+    """Every seed with its job and what came of it."""
+    rows: list[dict[str, Any]] = [asdict(row) for row in played]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"steps": STEPS, "played": rows}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser(prog="parity_campaign", description="Random jobs, each against one process.")
+    parser.add_argument("--seeds", type=int, default=20, help="how many (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, help="the first one (default: 1, or the next of --json's)")
+    parser.add_argument("--minutes", type=float, help="begin no seed later than that")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add to this file: every seed, and what came of it")
+    options = parser.parse_args()
+    earlier = read(options.json) if options.json else []
+    first = options.first_seed or 1 + max((row.seed for row in earlier), default=0)
+    told = [row for row in earlier if not first <= row.seed < first + options.seeds]
+
+    def say(row: Played) -> None:
+        words = "; ".join(row.problems) if row.problems else ", ".join(f"{n} {e:.0e}" for n, e in row.errors.items())
+        print(
+            f"seed {row.seed} ({row.seconds:.0f} s): {row.job[:40]} {row.first[:24]} -> {row.second[:24]}: {words}",
+            flush=True,
+        )
+        told.append(row)
+        if options.json:
+            write(options.json, told)
+
+    played = campaign(range(first, first + options.seeds), minutes=options.minutes, say=say)
+    print(table(told))
+    return 1 if any(row.problems for row in played) or not played else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

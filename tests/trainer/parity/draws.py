@@ -1,0 +1,309 @@
+"""What a seed of the parity campaign stands for: a job, and two layouts of which one goes on from the other's save.
+
+Everything that one process can do too is drawn once for both; what is only a layout (degrees, micro-batch,
+recomputation, schedule, loss, sizes of FSDP's and ZeRO's units) is drawn for each. What the trainer refuses is drawn
+again, and told.
+"""
+
+import random
+import re
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from trainer.strategies import check_supported
+from trainer.tasks import task_of
+from trainer_testing.families import FAMILIES, adapter
+from trainer_testing.strategy_worker import RunRequest
+from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, strategy_name, tiny_job
+from transformers import AutoConfig
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec
+from trainyard.spec.model_types import LINEAR_LAYERS
+from trainyard.spec.support import DOCUMENT_FAMILIES, OTHER_TENSOR_FAMILIES, PIPELINE_FAMILIES
+
+STEPS = 6
+MOST_DRAWS = 200
+"""Of layouts for one job: so many in a row that are refused would be a fault of the draw."""
+WORLD_SIZES = (1, 2, 2, 2, 3, 4, 4, 4, 6, 8)
+GLOBAL_BATCHES = (8, 12, 16)
+OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd")
+"""adamw_8bit has proofs of its own (`test_eight_bit`): what rounds to 8 bits turns a last digit into a 256th."""
+_OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
+"""What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
+_AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "context")
+_TIED = frozenset({"cohere", "cohere2", "gemma2", "gemma3_text"})
+_NOT_ADAPTED = frozenset({"lm_head"})
+_NO_LAYERS = {"deepseek_v2": ("q_a_proj", "q_b_proj"), "deepseek_v3": ("q_proj",)}
+"""Of those with and without a latent of queries, the other's."""
+_JUMPS = frozenset({"apertus"})
+"""In fp64 alone, where nothing falls there: the slope of xIELU as transformers has it jumps a millionth below
+zero, and a tiny model's fp32 activations do fall there, so that a last digit becomes 1e-5 of the gradient's norm."""
+_RATES = {"adamw": 3e-3, "muon": 1e-2, "adafactor": 3e-3, "sgd": 5e-2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one run has of its own."""
+
+    parallelism: dict[str, Any]
+    micro_batch_size: int
+    recompute: str
+    loss: str = "auto"
+
+    @property
+    def spec(self) -> ParallelismSpec:
+        """Its degrees, validated."""
+        return ParallelismSpec.model_validate(self.parallelism)
+
+    @property
+    def strategy(self) -> str:
+        """What the engine calls itself."""
+        return "single" if self.spec.world_size == 1 and self.spec.engine == "torch" else strategy_name(self.spec)
+
+    def job(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """tiny_job's arguments, with what the job shares."""
+        return shared | {
+            "parallelism": self.parallelism,
+            "micro_batch_size": self.micro_batch_size,
+            "activation_checkpointing": self.recompute,
+            "loss": self.loss,
+        }
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A seed: the same job in one process, under `first`, and under `second` from `first`'s save on."""
+
+    seed: int
+    family: str
+    model: dict[str, Any]
+    adapter: dict[str, Any] | None
+    training: dict[str, Any]
+    is_packed: bool
+    saved_at: int
+    first: Layout
+    second: Layout
+    refused: Counter[str] = field(default_factory=Counter, compare=False)
+    """The trainer's lines for layouts that were drawn before these, numbers left out, and how often each came."""
+
+    @property
+    def precision(self) -> str:
+        """fp64, the proof, or fp32."""
+        return str(self.training["precision"])
+
+    def shared(self, source: Path) -> dict[str, Any]:
+        """tiny_job's arguments that one process has too. `source`: the base model of an adapter."""
+        whole: dict[str, Any] = {"model": self.model} if self.adapter is None else {"source": str(source)}
+        masks = {} if self.is_packed or self.model["model_type"] in DOCUMENT_FAMILIES else {"document_masks": False}
+        return whole | {"adapter": self.adapter, "steps": STEPS} | masks | self.training
+
+    def alone(self, source: Path, weights: Path) -> RunRequest:
+        """One process: the whole batch at once. It leaves its last weights in the file `weights`."""
+        job = self.shared(source) | {"micro_batch_size": self.training["global_batch_size"]} | _OF_BATCHES
+        return RunRequest("single", last_step=STEPS, job=job, is_packed=self.is_packed, keep_weights=str(weights))
+
+    def ranks(self, layout: Layout, source: Path, weights: Path, **more: Any) -> RunRequest:
+        """A run of `layout`, compared with the weights in the file."""
+        job = layout.job(self.shared(source)) | _OF_BATCHES
+        return RunRequest(
+            layout.strategy, last_step=STEPS, job=job, is_packed=self.is_packed, weights=str(weights), **more
+        )
+
+
+def draw(seed: int) -> Drawn:
+    """The seed's job; always the same one, for one version of this module and of what the trainer refuses."""
+    rng = random.Random(seed)
+    family = rng.choice((*FAMILIES, *FAMILIES, *sorted(OTHER_TENSOR_FAMILIES)))
+    model = _model(rng, family)
+    tuned = _adapter(rng, model) if family in FAMILIES else None
+    training = _training(rng, model, tuned)
+    is_packed = model["model_type"] in DOCUMENT_FAMILIES and rng.random() < 0.35
+    job = Drawn(seed, family, model, tuned, training, is_packed, rng.randint(1, STEPS - 1), ONE_BY_ONE, ONE_BY_ONE)
+    refused: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        _save_configuration(model, Path(folder))
+        first = _supported(rng, job, Path(folder), refused)
+        second = _supported(rng, job, Path(folder), refused)
+    return Drawn(seed, family, model, tuned, training, is_packed, job.saved_at, first, second, refused)
+
+
+ONE_BY_ONE = Layout({}, 1, "none")
+"""One process that accumulates a sequence at a time."""
+
+
+def _save_configuration(model: dict[str, Any], folder: Path) -> None:
+    stated = dict(model)
+    AutoConfig.for_model(stated.pop("model_type"), **stated).save_pretrained(folder)
+
+
+def _supported(rng: random.Random, job: Drawn, source: Path, refused: Counter[str]) -> Layout:
+    for _ in range(MOST_DRAWS):
+        layout = _layout(rng, job)
+        if layout is None:
+            continue
+        if (reason := refusal(job, layout, source)) is None:
+            return layout
+        assert "\n" not in reason, f"no single line: {reason}"
+        refused[re.sub(r"\d+", "N", reason).replace(str(source), "SOURCE")] += 1
+    raise AssertionError(f"seed {job.seed}: no layout is supported; refused: {refused}")
+
+
+def refusal(job: Drawn, layout: Layout, source: Path) -> str | None:
+    """Why the job can't run so; None when it can."""
+    try:
+        built = tiny_job(layout.strategy, layout.spec.world_size, **layout.job(job.shared(source)))
+        check_supported(built, device_type="cpu")
+        task_of(built).check_model(built)
+    except ValidationError as error:
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _model(rng: random.Random, family: str) -> dict[str, Any]:
+    heads = rng.choice((4, 4, 6, 8))
+    layers = rng.randint(2, 5)
+    more: dict[str, Any] = {"vocab_size": rng.choice((VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE + 1, 128))}
+    if family.startswith("GPT-2"):
+        return FAMILIES[family] | more | {"n_head": heads, "n_embd": 8 * heads, "n_layer": layers}
+    more |= {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": 8 * heads}
+    more |= {"intermediate_size": rng.choice((40, 48, 72))}
+    keys = rng.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
+    if family in OTHER_TENSOR_FAMILIES:
+        return _other_model(family, heads) | more | {"num_key_value_heads": keys}
+    known = FAMILIES[family]
+    kind = known["model_type"]
+    more["num_key_value_heads"] = heads if kind.startswith(("deepseek", "gpt_neox")) else keys
+    if "head_dim" in known:  # heads that are no part of the hidden size
+        more |= {"head_dim": rng.choice((8, 16)), "hidden_size": rng.choice((32, 40, 48))}
+    if kind in ("llama", "qwen3", "gemma"):
+        more["attention_bias"] = rng.random() < 0.3
+    if kind == "llama":
+        more["mlp_bias"] = rng.random() < 0.3
+    if kind == "mistral":
+        more["sliding_window"] = rng.choice((3, 8, 16))
+    return known | more | _experts(rng, kind)
+
+
+def _experts(rng: random.Random, kind: str) -> dict[str, Any]:
+    """A single expert whose weight is normalized has weight 1, and its router no gradient but roundings, which an
+    optimizer blows up: there are two of them wherever weights are normalized."""
+    number, is_normalized = rng.choice((4, 6, 8)), rng.random() < 0.5
+    if kind == "mixtral":
+        return {"num_local_experts": number, "num_experts_per_tok": rng.randint(2, 3)}
+    chosen = {"num_experts_per_tok": 2 if is_normalized else rng.randint(1, 2)}
+    chosen |= {"moe_intermediate_size": rng.choice((16, 24)), "norm_topk_prob": is_normalized}
+    if kind == "qwen3_moe":
+        return chosen | {"num_experts": number}
+    if kind.startswith("deepseek"):
+        groups = {"n_group": 2, "topk_group": rng.randint(1, 2), "n_shared_experts": rng.randint(1, 2)}
+        return chosen | groups | {"n_routed_experts": number, "first_k_dense_replace": rng.randint(0, 1)}
+    return {}
+
+
+def _other_model(family: str, heads: int) -> dict[str, Any]:
+    """Without dropout, which ranks draw on their own: each has other heads."""
+    return {
+        **{"model_type": family, "max_position_embeddings": 64, "tie_word_embeddings": family in _TIED},
+        **{"head_dim": 8, "pad_token_id": 0, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    }
+
+
+def _adapter(rng: random.Random, model: dict[str, Any]) -> dict[str, Any] | None:
+    kind = rng.choices((None, "lora", "qlora"), (70, 22, 8))[0]
+    if kind is None:
+        return None
+    known = sorted(LINEAR_LAYERS[model["model_type"]] - _NOT_ADAPTED - set(_NO_LAYERS.get(model["model_type"], ())))
+    if "num_experts_per_tok" in model:  # whose experts are packed, and get none
+        known = [name for name in known if name not in ("gate_proj", "up_proj", "down_proj")]
+    usual = next(name for name, stated in FAMILIES.items() if stated["model_type"] == model["model_type"])
+    targets = rng.choice((adapter(usual, kind)["targets"], rng.sample(known, rng.randint(1, len(known)))))
+    return {"kind": kind, "rank": rng.choice((2, 4)), "alpha": 8.0, "targets": list(targets)}
+
+
+def _training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] | None) -> dict[str, Any]:
+    is_quantized = tuned is not None and tuned["kind"] == "qlora"
+    precision = "fp32" if is_quantized or rng.random() < 0.4 else "fp64"
+    if model["model_type"] in _JUMPS:
+        precision = "fp64"
+    # DeepSpeed knows no other, and no fp64: it would be drawn hardly ever.
+    kind = "adamw" if precision == "fp32" and rng.random() < 0.5 else rng.choice(OPTIMIZERS)
+    optimizer: dict[str, Any] = {"kind": kind, "weight_decay": rng.choice((0.0, 0.1))}
+    if kind == "sgd":
+        optimizer |= {"momentum": 0.9, "nesterov": rng.random() < 0.5}
+    if rng.random() < 0.2:
+        optimizer["average_decay"] = 0.7
+    if model["model_type"] == "deepseek_v3" and tuned is None and rng.random() < 0.5:
+        optimizer["router_bias_rate"] = 0.01
+    return {
+        "precision": precision,
+        "optimizer": optimizer,
+        "learning_rate": _RATES[kind],
+        "global_batch_size": rng.choice(GLOBAL_BATCHES),
+        "sequence_length": rng.choice((24, 24, 48, 25)),
+        "gradient_clip": rng.choice((None, 0.5, 0.5)),
+        "schedule": {
+            "kind": rng.choice(("constant", "cosine", "linear", "wsd")),
+            "warmup_steps": rng.choice((0, 2)),
+            "final_fraction": rng.choice((0.0, 0.1)),
+        },
+        "seed": rng.randrange(10_000),
+    }
+
+
+def _layout(rng: random.Random, job: Drawn) -> Layout | None:
+    """None where the batch can't be divided so, which no job gets as far as being refused for here."""
+    world_size = rng.choice(WORLD_SIZES)
+    if job.precision == "fp32" and world_size in (2, 4) and rng.random() < 0.6:
+        parallelism = _zero(rng, world_size)
+    else:
+        parallelism = _degrees(rng, world_size, job)
+    batch = job.training["global_batch_size"]
+    share, rest = divmod(batch, parallelism.get("data_replicate", 1) * parallelism.get("data_shard", 1))
+    if rest:
+        return None
+    size = rng.choice([number for number in range(1, share + 1) if share % number == 0])
+    recompute = rng.choice(("none", "none", "selective", "full"))
+    return Layout(parallelism, size, recompute, rng.choice(("auto", "logits", "chunked")))
+
+
+def _degrees(rng: random.Random, world_size: int, job: Drawn) -> dict[str, Any]:
+    cuts_layers = job.model["model_type"] in PIPELINE_FAMILIES
+    axes = _AXES if cuts_layers else _AXES[:3]
+    found: dict[str, Any] = {}
+    for factor in {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}[world_size]:
+        axis = rng.choice(axes)
+        found[axis] = found.get(axis, 1) * factor
+    if found.get("pipeline", 1) > 1:
+        found["pipeline_schedule"] = rng.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
+    shards = found.get("data_shard", 1) * found.get("context", 1)
+    has_experts = any("expert" in name for name in job.model)
+    if has_experts and shards > 1 and rng.random() < 0.7:
+        found["expert"] = rng.choice([number for number in range(2, shards + 1) if shards % number == 0])
+    if found.get("data_shard", 1) > 1 and rng.random() < 0.5:
+        found["fsdp"] = {
+            "wrap": rng.choice(("block", "size")),
+            "min_parameters": 20_000,
+            "reshard_after_forward": rng.choice((True, False, "auto")),
+            "prefetch_units": rng.choice((0, 1)),
+        }
+    return found
+
+
+def _zero(rng: random.Random, world_size: int) -> dict[str, Any]:
+    stage = rng.randint(0, 3)
+    found: dict[str, Any] = {"engine": "deepspeed", "data_replicate": world_size, "zero_stage": stage}
+    sizes: dict[str, Any] = {"reduce_bucket_elements": rng.choice(("auto", 3_000))}
+    if stage and rng.random() < 0.3:
+        found["offload"] = "cpu"
+        if stage == 3 and rng.random() < 0.5:
+            sizes["offload_parameters"] = "cpu"
+    if stage == 3:
+        sizes |= {"persistence_threshold_elements": rng.choice((0, 100, 100_000))}
+    return found | {"zero": sizes}

@@ -1,0 +1,189 @@
+"""The parity campaign itself: what its seeds stand for, a few of them played, and that what is wrong is found.
+
+The long part is `scripts/parity_campaign`; docs/trainer.md says what it has found.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_testing import strategy_worker
+
+from parity import campaign
+from parity.campaign import Played, play, read, table, write
+from parity.draws import OPTIMIZERS, Drawn, Layout, draw
+from parity.whole_jobs import odds, whole_job, worst_difference
+
+SEEDS = range(1, 101)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Drawn]:
+    return [draw(seed) for seed in SEEDS]
+
+
+def test_a_seed_is_always_the_same_job() -> None:
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
+    layouts = [layout for one in drawn for layout in (one.first, one.second)]
+    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert"):
+        assert any(getattr(layout.spec, axis) > 1 for layout in layouts), axis
+    assert {layout.spec.zero_stage for layout in layouts if layout.spec.engine == "deepspeed"} == {0, 1, 2, 3}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    assert {layout.spec.world_size for layout in layouts} == {1, 2, 3, 4, 6, 8}
+    cut = [layout.spec.pipeline_schedule for layout in layouts if layout.spec.pipeline > 1]
+    assert set(cut) == {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"}
+    assert {one.training["optimizer"]["kind"] for one in drawn} == set(OPTIMIZERS)
+    assert {one.adapter["kind"] if one.adapter else None for one in drawn} == {None, "lora", "qlora"}
+    assert {one.precision for one in drawn} == {"fp64", "fp32"}
+    assert {one.is_packed for one in drawn} == {True, False}
+    assert len({one.family for one in drawn}) > 20
+    assert any(one.first.spec != one.second.spec for one in drawn)
+
+
+def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
+    refused: Counter[str] = Counter()
+    for one in drawn:
+        refused.update(one.refused)
+    assert any(reason.startswith("parallelism.tensor: N does not divide the model's num_key") for reason in refused)
+    assert not any("\n" in reason for reason in refused)
+
+
+@pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_path: Path) -> None:
+    told = play(draw(seed), tmp_path)
+    assert told.problems == []
+    assert all(error < 1e-12 for error in told.errors.values())
+    assert len(told.errors) == 8
+
+
+@pytest.fixture
+def ddp(tmp_path: Path) -> Drawn:
+    """A small job under data parallelism, then in one process."""
+    training = {"precision": "fp64", "global_batch_size": 8, "learning_rate": 3e-3, "sequence_length": 24}
+    model = draw(2).model | {"vocab_size": 96}
+    two = Layout({"data_replicate": 2}, 2, "none")
+    return Drawn(0, "Qwen2", model, None, training, False, 3, two, Layout({"data_shard": 2}, 4, "none"))
+
+
+@pytest.mark.parametrize(
+    ("number", "key", "said"),
+    [
+        (1, "loss", "first: numbers are"),
+        (1, "weights_error", "first: weights are"),
+        (2, "grad_norm", "resumed at its own layout, grad_norm is"),
+        (3, "validation", "second: numbers are"),
+        (3, "weights_error", "second: weights are"),
+    ],
+)
+def test_what_is_off_is_found(
+    number: int, key: str, said: str, ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run by run, with one of its figures moved by a little more than is allowed."""
+    real: list[Any] = []
+
+    def spoiled(*arguments: Any) -> list[strategy_worker.Result]:
+        results = _recorded(*arguments)
+        if len(real) == number + 1:
+            value = results[0][key]
+            results[0][key] = 2e-7 if key == "weights_error" else [*value[:-1], value[-1] * (1 + 2e-7)]
+        return results
+
+    def _recorded(*arguments: Any) -> list[strategy_worker.Result]:
+        real.append(arguments)
+        return _results(len(real) - 1, ddp.saved_at)
+
+    monkeypatch.setattr(campaign, "run", spoiled)
+    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0}, []))
+    told = play(ddp, tmp_path)
+    assert len(real) == 4, "one process, the first layout, its resume, the second layout"
+    assert told.problems[0].startswith(said)
+    assert len(told.problems) == (2 if key == "loss" else 1), "its own resume is off a spoiled run, too"
+
+
+def _results(number: int, saved_at: int) -> list[strategy_worker.Result]:
+    """What each of a seed's four runs gives, where all is well."""
+    begin = saved_at if number > 1 else 0
+    losses, norms = ([start - 0.1 * step for step in range(6)][begin:] for start in (4.0, 2.0))
+    whole = {"loss": losses, "grad_norm": norms, "validation": [3.25]}
+    result = whole | {"weights_error": 1e-15}
+    return [whole, result] if number == 0 else [result]
+
+
+ROW = {"step": 1, "tokens": 48, "loss": 4.0, "grad_norm": 2.0, "learning_rate": 1e-3, "seconds": 0.1, "attempt": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": 47}, "tokens: [47, 48], one process [48, 48]"),
+        ({"step": 2}, "step: [2, 2], one process [1, 2]"),
+        ({"validation_loss": 1.0}, "figures: "),
+        ({"validation_sets": {"more": {"loss": 1.0}}}, "figures: "),
+        ({"seconds": 5.0, "attempt": 2}, None),
+    ],
+)
+def test_a_whole_jobs_steps_and_tokens_are_exactly_those_of_one_process(
+    changes: dict[str, Any], said: str | None
+) -> None:
+    wanted = [ROW, ROW | {"step": 2}]
+    found = odds([ROW | changes, ROW | {"step": 2}], wanted)
+    assert [line for line in found if said is None or not line.startswith(f"whole job: {said}")] == []
+    assert (said is not None) == bool(found)
+
+
+def test_the_worst_figure_of_a_whole_job_is_found() -> None:
+    wanted = [ROW | {"validation_sets": {"more": {"loss": 2.0}}}, ROW]
+    rows = [ROW | {"validation_sets": {"more": {"loss": 2.5}}}, ROW | {"grad_norm": 2.2}]
+    assert worst_difference(rows, wanted) == 0.25
+    assert worst_difference(rows[1:], wanted[1:]) == pytest.approx(0.1)
+    assert worst_difference(wanted, wanted) == 0.0
+
+
+def test_whole_jobs_are_of_every_kind(drawn: list[Drawn], tmp_path: Path) -> None:
+    jobs = []
+    for one in drawn:
+        (tmp_path / str(one.seed)).mkdir()
+        jobs.append(whole_job(one, tmp_path / str(one.seed), tmp_path / "base"))
+    contents = [job.content for job in jobs]
+    sources = [source for content in contents for source in content["data"]["train"]]
+    assert {source["format"] for source in sources} == {"text", "jsonl", "parquet", "tokens"}
+    assert {"prompt_field", "messages_field", "text_field"} <= {name for source in sources for name in source}
+    assert {content["data"]["packing"] for content in contents} == {True, False}
+    assert {content["data"]["document_masks"] for content in contents} == {True, False}
+    assert {len(content["data"]["validation"]) for content in contents} == {0, 1, 2}
+    assert any("max_bad_records" in content["data"] for content in contents)
+    assert {job.end for job in jobs} == {"terminate", "kill"}
+    saves = {name for content in contents for name in content["checkpoint"]}
+    assert {"keep_best", "keep_every_steps", "local_directory", "destination"} <= saves
+
+
+def test_a_run_that_fails_is_a_problem_and_the_next_seed_is_played(ddp: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> list[strategy_worker.Result]:
+        raise AssertionError("rank 1 exited 1: out of tune")
+
+    monkeypatch.setattr(campaign, "run", failing)
+    monkeypatch.setattr(campaign, "draw", lambda seed: replace(ddp, seed=seed))
+    said: list[Played] = []
+    played = campaign.campaign([1, 2], minutes=None, say=said.append)
+    assert [row.problems for row in played] == [["rank 1 exited 1: out of tune"]] * 2
+    assert said == played
+
+
+def test_results_are_kept_and_told(tmp_path: Path) -> None:
+    rows = [
+        Played(1, "fp64", "Llama: {}", "ddp: {}", "fsdp: {}", 3, {"first numbers": 1e-12}, [], {"tensor: N": 2}),
+        Played(2, "fp32", "Llama: {}", "ddp: {}", "fsdp: {}", 3, {}, ["rank 0 exited 1"], {"tensor: N": 1}),
+    ]
+    write(tmp_path / "results.json", rows)
+    assert read(tmp_path / "results.json") == rows
+    said = table(rows)
+    assert said.startswith("1 of 2 jobs")
+    assert "refused 3: tensor: N" in said
+    assert "PROBLEM seed 2: rank 0 exited 1" in said
+    assert read(tmp_path / "none.json") == []
