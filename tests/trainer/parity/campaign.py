@@ -51,6 +51,8 @@ MOST = {"fp64": 1e-5, "fp32": 1e-2}
 LEAST_LEARNT = 1e-4
 """Of the loss: how far the steps of one process lie apart, at least."""
 RUN_SECONDS = 300
+EXPORTED = 30.0
+"""How many times as far off as its figures one process's weights may be from themselves, which are not compared."""
 WHO = ("one process", "first", "second", "whole job")
 _LAST_WORDS = 1500
 """Characters of a run that failed."""
@@ -124,6 +126,8 @@ def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
     told.problems += problems
     told.errors |= {"one process whole": errors["own"], "whole job whole": errors["job"]}
     _judge(told, "whole job", ("whole",))
+    told.errors |= {"whole job exported": errors["export"], "one process exported": EXPORTED * errors["own"]}
+    _judge(told, "whole job", ("exported",))
 
 
 def _run(layout: Layout, requests: Sequence[RunRequest]) -> list[Result]:
@@ -137,7 +141,7 @@ def _note(told: Played, name: str, result: Result, alone: Result) -> None:
 
 def _judge(told: Played, name: str, figures: Sequence[str] = ("numbers", "weights")) -> None:
     for what in figures:
-        usual = WEIGHTS_TOLERANCES if what == "weights" else TOLERANCES
+        usual = WEIGHTS_TOLERANCES if what in ("weights", "exported") else TOLERANCES
         error, own = told.errors[f"{name} {what}"], told.errors[f"one process {what}"]
         allowed = min(max(usual[told.precision], OWN_FACTOR * own), MOST[told.precision])
         if not error <= allowed:
@@ -161,7 +165,7 @@ def table(played: Iterable[Played]) -> str:
     rows = list(played)
     good = [row for row in rows if not row.problems]
     lines = [f"{len(good)} of {len(rows)} jobs equal one process, resume bit for bit, and go on in another layout"]
-    for name in (f"{who} {what}" for what in ("numbers", "weights", "whole") for who in WHO):
+    for name in (f"{who} {what}" for what in ("numbers", "weights", "whole", "exported") for who in WHO):
         for precision in TOLERANCES:
             errors = [row.errors[name] for row in rows if name in row.errors and row.precision == precision]
             if errors:

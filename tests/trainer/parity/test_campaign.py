@@ -59,7 +59,7 @@ def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_
     told = play(draw(seed), tmp_path)
     assert told.problems == []
     assert all(error < 1e-12 for error in told.errors.values())
-    assert len(told.errors) == 8
+    assert len(told.errors) == 10
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_what_is_off_is_found(
         return _results(len(real) - 1, ddp.saved_at)
 
     monkeypatch.setattr(campaign, "run", spoiled)
-    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0}, []))
+    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
     told = play(ddp, tmp_path)
     assert len(real) == 4, "one process, the first layout, its resume, the second layout"
     assert told.problems[0].startswith(said)

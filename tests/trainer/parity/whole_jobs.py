@@ -3,7 +3,8 @@
 `draws` has the model, the optimizer and two layouts; here come data of one or two formats (with broken records among
 them), packing, validation sets, when to save and what to keep, and how the first layout's run ends: one rank is told
 to stop, or all are killed. The second layout goes on in the same folder. One process that nobody disturbs is what both
-must equal: every step once, exactly its tokens, its losses, norms, rates and validations within tolerance.
+must equal: every step once, exactly its tokens, its losses, norms, rates and validations within tolerance, and the
+model that is exported in the end.
 """
 
 import json
@@ -17,8 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+from trainer.export import Export, export
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import rows_of, start_faulty_trainer, start_trainer
+from transformers import AutoModelForCausalLM
 
 from parity.draws import Drawn, Layout
 
@@ -47,6 +52,8 @@ class WholeJob:
     """terminate: one rank is told to stop; kill: all die at once."""
     end_step: int
     end_ranks: tuple[int, ...]
+    exported: dict[str, bool]
+    """How the model is exported: its running average, an adapter merged."""
 
     def file(self, folder: Path, name: str, layout: Layout, *, output: str) -> Path:
         """The job under a layout, written; what it keeps outside `output` lies in folders of that run's own."""
@@ -90,10 +97,16 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
     training = {name: value for name, value in drawn.training.items() if name != "sequence_length"}
     training |= {"validation_every_steps": rng.choice((None, 2)), "validation_batches": 1} | _course(rng, drawn)
     content = {"name": "whole", "model": model, "data": data, "training": training, "checkpoint": _saves(rng)}
-    end = rng.choice(("terminate", "kill"))
-    ranks = tuple(range(drawn.first.spec.world_size))
+    end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
+    average = drawn.training["optimizer"].get("average_decay") is not None and rng.random() < 0.5
     return WholeJob(
-        drawn, content, found, end, rng.randint(2, STEPS_OF_WHOLE - 2), ranks if end == "kill" else (rng.choice(ranks),)
+        drawn,
+        content,
+        bad_records=found,
+        end=end,
+        end_step=rng.randint(2, STEPS_OF_WHOLE - 2),
+        end_ranks=ranks if end == "kill" else (rng.choice(ranks),),
+        exported={"average": average, "merge": drawn.adapter is not None and rng.random() < 0.5},
     )
 
 
@@ -214,7 +227,35 @@ def run_whole(job: WholeJob, folder: Path) -> tuple[dict[str, float], list[str]]
     problems = odds(rows, wanted)
     if rows[-1]["attempt"] != 2:
         problems.append(f"whole job: its last step is of attempt {rows[-1]['attempt']}")
-    return {"own": worst_difference(again, wanted), "job": worst_difference(rows, wanted)}, problems
+    exports = [exported(job, folder, name) for name in ("alone", "out")]
+    if exports[0].keys() != exports[1].keys():
+        problems.append(f"whole job: it exports {sorted(exports[1])}, one process {sorted(exports[0])}")
+    errors = {"own": worst_difference(again, wanted), "job": worst_difference(rows, wanted)}
+    return errors | {"export": worst_tensor(*exports)}, problems
+
+
+def exported(job: WholeJob, folder: Path, output: str) -> dict[str, torch.Tensor]:
+    """The tensors of the files that the job's last checkpoint is exported as. Of a whole model AssertionError unless
+    transformers finds each of its weights in them."""
+    checkpoints = folder / (f"{output}-destination" if "destination" in job.content["checkpoint"] else output)
+    place = folder / f"{output}-export"
+    export(Export(str(checkpoints), place, **job.exported))
+    if job.drawn.adapter is None or job.exported["merge"]:
+        _, told = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+        assert not any(told.values()), f"{output}: transformers loads it with {told}"
+    found: dict[str, torch.Tensor] = {}
+    for path in place.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def worst_tensor(wanted: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference, relative to the tensor's own: of those that both have, the worst."""
+    worst = 0.0
+    for name in wanted.keys() & ours.keys():
+        scale = float(wanted[name].double().norm()) or 1.0
+        worst = max(worst, float((ours[name].double() - wanted[name].double()).norm()) / scale)
+    return worst
 
 
 def _ended_well(world_size: int, job: Path, output_dir: Path) -> list[dict[str, Any]]:
