@@ -65,7 +65,13 @@ def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_
 @pytest.fixture
 def ddp(tmp_path: Path) -> Drawn:
     """A small job under data parallelism, then in one process."""
-    training = {"precision": "fp64", "global_batch_size": 8, "learning_rate": 3e-3, "sequence_length": 24}
+    training: dict[str, Any] = {
+        "optimizer": {},
+        "precision": "fp64",
+        "global_batch_size": 8,
+        "learning_rate": 3e-3,
+        "sequence_length": 24,
+    }
     model = draw(2).model | {"vocab_size": 96}
     two = Layout({"data_replicate": 2}, 2, "none")
     return Drawn(0, "Qwen2", model, None, training, False, 3, two, Layout({"data_shard": 2}, 4, "none"))
