@@ -57,6 +57,14 @@ ODD: list[tuple[dict[str, Any], str]] = [
         {"training": {"optimizer": {"average_decay": 0.999}}},
         "0.999 over 40 steps leaves an average that is 96% .*: 0.9",
     ),
+    (
+        {"model": {"config": {"model_type": "mixtral", "num_experts_per_tok": 1}}},
+        "num_experts_per_tok: 1 where mixtral makes .* stays as it began; choose 2$",
+    ),
+    (
+        {"model": {"config": {"model_type": "deepseek_v3", "num_experts_per_tok": 1}}},
+        "num_experts_per_tok: 1 where deepseek_v3 .*; choose 2, or norm_topk_prob: false$",
+    ),
 ]
 
 PLAIN: list[dict[str, Any]] = [
@@ -72,6 +80,10 @@ PLAIN: list[dict[str, Any]] = [
     {"checkpoint": {"every_steps": 41}},
     {"checkpoint": {"every_steps": 10, "keep_every_steps": 20}},
     {"checkpoint": {"keep_best": {"metric": "loss"}}},
+    {"model": {"config": {"model_type": "mixtral", "num_experts_per_tok": 1, "output_router_logits": True}}},
+    {"model": {"config": {"model_type": "mixtral", "num_experts_per_tok": 2}}},
+    {"model": {"config": {"model_type": "qwen3_moe", "num_experts_per_tok": 1}}},
+    {"model": {"config": {"model_type": "deepseek_v3", "num_experts_per_tok": 1, "norm_topk_prob": False}}},
 ]
 
 

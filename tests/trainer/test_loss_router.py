@@ -17,7 +17,11 @@ from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trainyard.errors import InputError
+from trainyard.spec.notes import NORMALIZES
 
+MIXTURES = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")
+LEAST = 1e-6
+"""Of a router that computes in float32 whatever the model does."""
 CPU = torch.device("cpu")
 COEFFICIENT = 0.05
 
@@ -117,3 +121,22 @@ def test_the_noise_alone_is_what_a_layout_changes_of_phimoes_losses() -> None:
     cut = run(2, [RunRequest("fsdp", last_step=3, job=job) for job in jobs])
     assert cut[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-5)
     assert cut[1]["loss"] != pytest.approx(whole[1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_router_whose_only_expert_has_weight_1_learns_nothing(family: str, is_normalized: bool) -> None:
+    """Which `trainyard.spec.notes` tells of the families that do so where nothing is stated."""
+    model_type = str(FAMILIES[family]["model_type"])
+    stated = {} if NORMALIZES[model_type] == is_normalized else {"norm_topk_prob": is_normalized}
+    if model_type == "mixtral" and not is_normalized:
+        pytest.skip("Mixtral has no such field")
+    job = tiny_job("single", 1, model=FAMILIES[family] | {"num_experts_per_tok": 1} | stated, precision="fp64")
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    tokens, labels = global_batch(1)
+    sequence_loss_sum(model, TinyBatch(tokens, labels), CPU).backward()
+    routers = [weight.grad for name, weight in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    others = [weight.grad for name, weight in model.named_parameters() if "self_attn" in name]
+    assert routers and min(float(grad.norm()) for grad in others if grad is not None) > 1e-3
+    norms = [float(grad.norm()) for grad in routers if grad is not None]
+    assert (max(norms) < LEAST) if is_normalized else (min(norms) > 100 * LEAST), norms

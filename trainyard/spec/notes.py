@@ -5,7 +5,7 @@ which setting it is and what comes of it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from trainyard.spec.base import SpecModel
 from trainyard.spec.job import JobSpec
@@ -16,7 +16,7 @@ _MOSTLY = 0.5
 
 def notes_on(job: JobSpec, num_steps: int | None) -> tuple[str, ...]:
     """What is odd about a job of so many steps; None: not known before its data is read."""
-    found = [*_idle_settings(job), *_notes_of_kept(job)]
+    found = [*_idle_settings(job), *_notes_of_kept(job), *_notes_of_router(job)]
     if num_steps is not None:
         found += [*job.training.schedule.notes(num_steps), *_long_intervals(job, num_steps)]
         found += _notes_of_average(job, num_steps)
@@ -41,6 +41,25 @@ def _idle_settings(job: JobSpec) -> Iterator[str]:
     if not job.data.validation:
         names = ("validation_every_steps", "validation_batches")
         yield from _idle("training", training, names, "without a source in data.validation")
+
+
+NORMALIZES: Mapping[str, bool] = {"deepseek_v3": True, "mixtral": True, "qwen3_moe": False}
+"""Model type -> whether it makes the weights of a token's experts sum to 1 where `norm_topk_prob` says nothing
+(transformers 5.23; Mixtral, which has no such field, always)."""
+
+
+def _notes_of_router(job: JobSpec) -> Iterator[str]:
+    config = job.model.config or {}
+    kind = str(config.get("model_type"))
+    if config.get("num_experts_per_tok") != 1 or kind not in NORMALIZES:
+        return
+    is_normalized = NORMALIZES[kind] if kind == "mixtral" else config.get("norm_topk_prob", NORMALIZES[kind])
+    if is_normalized and not config.get("output_router_logits"):
+        otherwise = "" if kind == "mixtral" else ", or norm_topk_prob: false"
+        yield (
+            f"model.config.num_experts_per_tok: 1 where {kind} makes a token's weights sum to 1: its only expert has"
+            f" weight 1 whatever the router says, which gets no gradient and stays as it began; choose 2{otherwise}"
+        )
 
 
 def _idle(where: str, section: SpecModel, names: tuple[str, ...], why: str) -> Iterator[str]:
