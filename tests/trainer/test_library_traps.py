@@ -27,9 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from trainer import collective_names, lean_imports
-from trainer.models.build import PROFILER_OPERATIONS
+from trainer.models.build import AllButKept
 from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config
 
@@ -158,16 +158,15 @@ def test_what_draws_and_is_kept_leaves_other_numbers_to_what_is_computed_again()
     assert first != again
 
 
-def test_torch_counts_what_a_profiler_is_told_among_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Met by `_checkpoint_activations` of models/build.py: FSDP's units inside a block tell it more the second time."""
+def test_torch_counts_every_operation_of_what_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Met by `_checkpoint_activations` of models/build.py: FSDP's units inside a block tell a profiler more the second
+    time, and ZeRO-3 gathers in other portions."""
     told = []
 
     def block(values: torch.Tensor) -> torch.Tensor:
         told.append(0)
-        for _ in told:
-            with torch.profiler.record_function("a unit"):
-                pass
-        return values.sin().exp()
+        gathered = [torch.empty(8).copy_(values.detach()) for _ in told]
+        return gathered[0] * values.sin().exp()
 
     def backward() -> None:
         values = torch.randn(8, requires_grad=True)
@@ -176,10 +175,9 @@ def test_torch_counts_what_a_profiler_is_told_among_what_it_keeps(monkeypatch: p
         assert isinstance(result, torch.Tensor)
         result.sum().backward()
 
-    monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", SAC_IGNORED_OPS - set(PROFILER_OPERATIONS))
-    with pytest.raises(RuntimeError, match=r"_record_function_enter_new.* encountered during backward but not found"):
+    with pytest.raises(RuntimeError, match=r"invocation index 1 encountered during backward but not found"):
         backward()
-    monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", SAC_IGNORED_OPS | set(PROFILER_OPERATIONS))
+    monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", AllButKept())
     backward()
 
 
@@ -229,7 +227,6 @@ def test_deepspeed_compiles_a_collective_at_start_up_unless_it_is_told_not_to(mo
 _MLFLOW = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
-from trainer.models.build import PROFILER_OPERATIONS
 from trainer.strategies.deepspeed_import import load_deepspeed
 load_deepspeed()
 print("mlflow" in sys.modules)
@@ -240,7 +237,6 @@ print("mlflow" in sys.modules)
 _INDUCTOR = """
 import importlib, sys, torch
 from trainer import lean_imports
-from trainer.models.build import PROFILER_OPERATIONS
 from trainer.strategies.deepspeed_import import load_deepspeed
 load_deepspeed()
 from deepspeed.runtime import compiler

@@ -1,5 +1,6 @@
 """One checkpoint format for every engine: bitwise into the same layout, within 1e-5 into any other."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def check_equal_bits(resumed_results: list[Result], whole: dict[str, Result]) ->
 
 def test_new_processes_of_the_same_layout_go_on_bit_for_bit(folder: Path, uninterrupted: dict[str, Result]) -> None:
     check_equal_bits(run(2, [resumed(name, folder, name) for name in SOURCES]), uninterrupted)
+
+
+def test_so_do_those_that_compute_blocks_again(folder: Path, uninterrupted: dict[str, Result]) -> None:
+    """What ZeRO-3 has gathered when it begins is another thing after a load, and so is what it gathers when."""
+    cases = [(name, mode) for name in ("zero3", "fsdp") for mode in ("selective", "full")]
+    requests = [replace(resumed(name, folder, name), job={"activation_checkpointing": mode}) for name, mode in cases]
+    check_equal_bits(run(2, requests), uninterrupted)
 
 
 def check_continuations(pairs: list[tuple[str, str]], results: list[Result], whole: dict[str, Result]) -> None:

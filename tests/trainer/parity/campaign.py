@@ -52,7 +52,8 @@ LEAST_LEARNT = 1e-4
 """Of the loss: how far the steps of one process lie apart, at least."""
 RUN_SECONDS = 300
 EXPORTED = 30.0
-"""How many times as far off as its figures one process's weights may be from themselves, which are not compared."""
+"""How many times as far off as its figures the weights of one process may be, if not more by the engines' runs: those of
+the command's are not compared with each other."""
 WHO = ("one process", "first", "second", "whole job")
 _LAST_WORDS = 1500
 """Characters of a run that failed."""
@@ -126,7 +127,8 @@ def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
     told.problems += problems
     told.errors |= {"one process whole": errors["own"], "whole job whole": errors["job"]}
     _judge(told, "whole job", ("whole",))
-    told.errors |= {"whole job exported": errors["export"], "one process exported": EXPORTED * errors["own"]}
+    own = max(EXPORTED * errors["own"], told.errors["one process weights"])
+    told.errors |= {"whole job exported": errors["export"], "one process exported": own}
     _judge(told, "whole job", ("exported",))
 
 

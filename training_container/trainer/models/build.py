@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -194,9 +194,7 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
     """full: a block keeps its input alone; selective: also its expensive results. Names of parameters don't change."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        # torch (2.13) counts what a profiler is told, too, and FSDP's units inside a block, as experts that tensor
-        # ranks share, tell it more where the block is computed again: "encountered during backward but not found".
-        SAC_IGNORED_OPS.update(PROFILER_OPERATIONS)
+        setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", AllButKept())  # noqa: B010  # mypy: no set, but asked alike
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
         for block in transformer_blocks(model):
             _mark_last_product(block)
@@ -221,11 +219,17 @@ def _drops(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> boo
     return float((dict(zip(names, args, strict=False)) | dict(named)).get("dropout_p", 0.0)) > 0.0
 
 
-PROFILER_OPERATIONS = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-)
-"""What `torch.profiler.record_function` is to a dispatch mode."""
+class AllButKept:
+    """What torch (2.13) leaves uncounted of a block that is computed again, in place of its own short list.
+
+    It counts every operation of the first pass, whatever becomes of its result, and stops where the second has more of
+    a kind ("encountered during backward but not found"). FSDP's units inside a block, as experts that tensor ranks
+    share, then tell a profiler more, and ZeRO-3 gathers in other portions, while what is kept is the same in both.
+    """
+
+    def __contains__(self, operation: object) -> bool:
+        return operation not in _KEPT_OPERATIONS
+
 
 _in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False)
 """Whether a block's last product is being computed."""
