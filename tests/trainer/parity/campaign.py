@@ -52,7 +52,7 @@ LEAST_LEARNT = 1e-4
 """Of the loss: how far the steps of one process lie apart, at least."""
 RUN_SECONDS = 300
 EXPORTED = 30.0
-"""How many times as far off as its figures the weights of one process may be, if not more by the engines' runs: those of
+"""How many times as far off as its figures one process's weights may be, if not more by the engines' runs: those of
 the command's are not compared with each other."""
 WHO = ("one process", "first", "second", "whole job")
 _LAST_WORDS = 1500
