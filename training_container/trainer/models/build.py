@@ -99,7 +99,8 @@ def check_configuration(job: ResolvedJob) -> PreTrainedModel | None:
     """InputError for a stated configuration of which no language model can be built, whatever the data's vocabulary,
     and for an adapter of layers that the source's model doesn't have. No file of weights is opened.
 
-    Returns the model without its weights; None of a source whose model can't be made so.
+    Returns the model without its weights; None of a source whose model can't be made so, or of which nothing is asked
+    that its files don't say.
     """
     source, adapter = job.spec.model.source, job.spec.model.adapter
     if job.spec.model.config is not None:
@@ -108,6 +109,8 @@ def check_configuration(job: ResolvedJob) -> PreTrainedModel | None:
         _check_sizes(job, model)
         return model
     assert source is not None
+    if adapter is None and job.spec.training.loss != "chunked":
+        return None
     model = _bare(source)
     if adapter is not None and model is not None:
         check_targets(model, adapter)
