@@ -40,6 +40,7 @@ from trainer.models.build import build_model
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
+from benchmarks.machine import describe
 from parity.draws import ONE_BY_ONE, STEPS, Drawn, Layout, draw
 from parity.table import TOLERANCES
 from parity.whole_jobs import run_whole, whole_job
@@ -75,6 +76,8 @@ class Played:
     """What did not hold; empty: all of it."""
     refused: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    commit: str = ""
+    """Of the code that was played."""
     whole: str = ""
     """The job file of the trainer's own command, but for its layout, and how its first run was ended."""
 
@@ -84,7 +87,7 @@ def play(drawn: Drawn, folder: Path) -> Played:
     started = time.monotonic()
     words = _words(drawn), _layout_words(drawn.first), _layout_words(drawn.second)
     told = Played(drawn.seed, drawn.precision, *words, drawn.saved_at)
-    told.refused = dict(drawn.refused)
+    told.refused, told.commit = dict(drawn.refused), str(describe()["commit"])
     try:
         _compare(drawn, folder, told)
         _play_whole(drawn, folder, told)
@@ -203,10 +206,12 @@ def read(path: Path) -> list[Played]:
 
 
 def write(path: Path, played: Sequence[Played]) -> None:
-    """Every seed with its job and what came of it."""
+    """Every seed with its job and what came of it, and the machine of the last."""
     rows: list[dict[str, Any]] = [asdict(row) for row in played]
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"steps": STEPS, "played": rows}, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(
+        json.dumps({"machine": describe(), "steps": STEPS, "played": rows}, indent=1) + "\n", encoding="utf-8"
+    )
     partial.replace(path)
 
 
