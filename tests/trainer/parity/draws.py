@@ -93,7 +93,7 @@ class Drawn:
 
     @property
     def precision(self) -> str:
-        """fp64, the proof, or fp32."""
+        """fp64, the proof; fp32; or one of 16 bits, whose resumes alone prove something."""
         return str(self.training["precision"])
 
     def shared(self, source: Path) -> dict[str, Any]:
@@ -229,11 +229,13 @@ def _adapter(rng: random.Random, model: dict[str, Any]) -> dict[str, Any] | None
 
 def _training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] | None) -> dict[str, Any]:
     is_quantized = tuned is not None and tuned["kind"] == "qlora"
-    precision = "fp32" if is_quantized or rng.random() < 0.4 else "fp64"
+    precision = rng.choices(("fp64", "fp32", "bf16", "fp16"), (50, 30, 14, 6))[0]
+    if is_quantized and precision == "fp64":
+        precision = "fp32"
     if model["model_type"] in _JUMPS:
         precision = "fp64"
     # DeepSpeed knows no other, and no fp64: it would be drawn hardly ever.
-    kind = "adamw" if precision == "fp32" and rng.random() < 0.5 else rng.choice(OPTIMIZERS)
+    kind = "adamw" if precision != "fp64" and rng.random() < 0.5 else rng.choice(OPTIMIZERS)
     optimizer: dict[str, Any] = {"kind": kind, "weight_decay": rng.choice((0.0, 0.1))}
     if kind == "sgd":
         optimizer |= {"momentum": 0.9, "nesterov": rng.random() < 0.5}
@@ -260,7 +262,7 @@ def _training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] |
 def _layout(rng: random.Random, job: Drawn) -> Layout | None:
     """None where the batch can't be divided so, which no job gets as far as being refused for here."""
     world_size = rng.choice(WORLD_SIZES)
-    if job.precision == "fp32" and world_size in (2, 4) and rng.random() < 0.6:
+    if job.precision != "fp64" and world_size in (2, 4) and rng.random() < 0.6:
         parallelism = _zero(rng, world_size)
     else:
         parallelism = _degrees(rng, world_size, job)

@@ -40,7 +40,7 @@ def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
     assert set(cut) == {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"}
     assert {one.training["optimizer"]["kind"] for one in drawn} == set(OPTIMIZERS)
     assert {one.adapter["kind"] if one.adapter else None for one in drawn} == {None, "lora", "qlora"}
-    assert {one.precision for one in drawn} == {"fp64", "fp32"}
+    assert {one.precision for one in drawn} == {"fp64", "fp32", "bf16", "fp16"}
     assert {one.is_packed for one in drawn} == {True, False}
     assert len({one.family for one in drawn}) > 20
     assert any(one.first.spec != one.second.spec for one in drawn)
