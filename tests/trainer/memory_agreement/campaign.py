@@ -1,0 +1,223 @@
+"""A memory campaign: jobs drawn at random, of each one rank's closed form held against its dry run.
+
+    scripts/memory_campaign --seeds 200 --json results.json
+
+What `benchmarks/planner_dry_run.py` and the agreement tests hold is what somebody thought of. A seed (`draws`)
+is any job that the trainer takes and the planner has formulas for: family, sizes, optimizer, adapter, precision,
+sequence, micro-batches, recomputation, loss, and a layout of up to 16 ranks, of which one is traced. What must hold:
+
+- parameters, gradients and optimizer together are within `STATE_LIMIT` of the trace;
+- activations and buffers together are within `MOVING_LIMIT`;
+- all of it together is within `WHOLE_LIMIT`.
+
+Where a step's gradients come to be in its one backward pass, moments with many of them and moments with many
+activations are nearly as dear, and the peak of either side may be the other's: what moves is then allowed to be off by
+as much as the gradients that were not there yet at the trace's peak, as long as the whole agrees. Of DeepSpeed's jobs
+activations alone are traced. `LEAST_BYTES` is what nobody plans by.
+
+The exit code is 0 when all of it held. `--first-seed N --seeds 1` plays one again.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
+
+from trainer.dry_run.trace import trace
+
+from memory_agreement.draws import Drawn, draw
+from trainyard.cli.dry_running import STATE, compared, planned_bytes
+from trainyard.errors import TrainyardError
+from trainyard.planner import resolve
+
+STATE_LIMIT, MOVING_LIMIT, WHOLE_LIMIT = 0.03, 0.10, 0.05
+LEAST_BYTES = 16 * 2**20
+"""Differences below it are none."""
+_MIB = 2**20
+
+
+@dataclass
+class Played:
+    """A seed, and what came of it. Bytes by the formulas' categories."""
+
+    seed: int
+    job: str
+    layout: str
+    rank: int
+    traced: dict[str, int | None] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+    gradients_at_peak: int | None = None
+    """Of the trace's peak; `traced` has them at their most."""
+    phase: str = ""
+    problems: list[str] = field(default_factory=list)
+    """What is off; empty: nothing."""
+    refused: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> tuple[int, int] | None:
+        """By trace and by formulas: parameters, gradients and optimizer; None: not traced."""
+        values = [self.traced[name] for name in STATE]
+        if None in values:
+            return None
+        return sum(value or 0 for value in values), sum(self.planned[name] for name in STATE)
+
+    @property
+    def moving(self) -> tuple[int, int]:
+        """By trace and by formulas: activations and buffers; without buffers where they are not traced."""
+        names = [name for name in ("activations", "buffers") if self.traced[name] is not None]
+        return sum(self.traced[name] or 0 for name in names), sum(self.planned[name] for name in names)
+
+
+def play(drawn: Drawn) -> Played:
+    """One rank, traced and reckoned."""
+    started = time.monotonic()
+    told = Played(drawn.seed, drawn.words, drawn.layout, drawn.rank, refused=dict(drawn.refused))
+    resolved = resolve(drawn.job)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = trace(resolved, drawn.rank)
+    except TrainyardError as error:
+        told.problems = [f"not traced: {error}"]
+        return told
+    planned = planned_bytes(drawn.job, resolved, drawn.rank)
+    assert planned is not None
+    traced = compared(found)
+    told.traced = {name: traced[name] for name in (*STATE, "activations", "buffers")}
+    told.planned = {name: round(value) for name, value in planned.items()}
+    told.gradients_at_peak, told.phase = found["memory_bytes"]["gradients"], found["peak_phase"]
+    told.problems = problems(told)
+    told.seconds = round(time.monotonic() - started, 1)
+    return told
+
+
+def problems(played: Played) -> list[str]:
+    """What of a traced and reckoned rank is off, in lines."""
+    found = []
+    if played.state is not None and _is_off(*played.state, STATE_LIMIT):
+        found.append(_line("state", *played.state))
+    (traced, planned), late = played.moving, 0
+    if played.state is not None:
+        late = max((played.traced["gradients"] or 0) - (played.gradients_at_peak or 0), 0)
+        whole = played.state[0] + traced, played.state[1] + planned
+        # What is there at the peak is never more than what is there of each kind at its most.
+        if _is_off(*whole, WHOLE_LIMIT) and not _lies_between(whole[0] - late, *whole):
+            found.append(_line("whole", *whole))
+    # A rank whose gradients come late may be at its peak with many of them, or with none: the whole tells.
+    if abs(planned - traced) > max(MOVING_LIMIT * traced, LEAST_BYTES) + late:
+        found.append(_line("moving", traced, planned))
+    return found
+
+
+def _is_off(traced: int, planned: int, limit: float) -> bool:
+    return abs(planned - traced) > max(limit * traced, LEAST_BYTES)
+
+
+def _lies_between(at_peak: int, at_most: int, planned: int) -> bool:
+    return at_peak * (1 - WHOLE_LIMIT) <= planned <= at_most * (1 + WHOLE_LIMIT)
+
+
+def _line(what: str, traced: int, planned: int) -> str:
+    ratio = f"{planned / traced - 1:+.1%}" if traced else "of nothing"
+    return f"{what}: trace {traced / _MIB:,.0f}, formulas {planned / _MIB:,.0f} MiB ({ratio})"
+
+
+def parts(played: Played) -> str:
+    """All categories, trace and formulas."""
+    cells = []
+    for name, planned in played.planned.items():
+        traced = played.traced[name]
+        words = "-" if traced is None else f"{traced / _MIB:,.0f}"
+        cells.append(f"{name} {words}, {planned / _MIB:,.0f}")
+    late = "" if played.gradients_at_peak is None else f", gradients then {played.gradients_at_peak / _MIB:,.0f}"
+    return "; ".join(cells) + f" MiB; peak in {played.phase}{late}"
+
+
+def table(played: Iterable[Played]) -> str:
+    """For people: how many agree, how far off the others are, what was refused."""
+    rows = list(played)
+    good = [row for row in rows if not row.problems]
+    lines = [f"{len(good)} of {len(rows)} ranks agree"]
+    for what in ("state", "moving"):
+        pairs = [getattr(row, what) for row in rows if row.planned]
+        errors = [planned / traced - 1 for traced, planned in filter(None, pairs) if traced > LEAST_BYTES]
+        if errors:
+            middle = median(abs(error) for error in errors)
+            lines.append(f"  {what:<6} median {middle:.1%}, from {min(errors):+.1%} to {max(errors):+.1%}")
+    refused: Counter[str] = Counter()
+    for row in rows:
+        refused.update(row.refused)
+    lines += [f"refused {count}: {reason}" for reason, count in refused.most_common()]
+    for row in rows:
+        if row.problems:
+            lines.append(
+                f"OFF seed {row.seed}: {'; '.join(row.problems)}\n  {row.job}\n  rank {row.rank}, {row.layout}"
+            )
+            lines += [f"  {parts(row)}"] if row.planned else []
+    return "\n".join(lines)
+
+
+def campaign(seeds: Iterable[int], *, minutes: float | None, say: Callable[[Played], None]) -> list[Played]:
+    """Seed after seed, `say` each; none is begun later than `minutes` after the first."""
+    deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
+    played = []
+    for seed in seeds:
+        if time.monotonic() > deadline:
+            break
+        played.append(play(draw(seed)))
+        say(played[-1])
+    return played
+
+
+def read(path: Path) -> list[Played]:
+    """The seeds of a file; none where there is no such file."""
+    if not path.exists():
+        return []
+    return [Played(**row) for row in json.loads(path.read_text(encoding="utf-8"))["played"]]
+
+
+def write(path: Path, played: Sequence[Played]) -> None:
+    """Every seed with its job and what came of it."""
+    rows: list[dict[str, Any]] = [asdict(row) for row in played]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"played": rows}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser(prog="memory_campaign", description="Random jobs, each plan against its trace.")
+    parser.add_argument("--seeds", type=int, default=100, help="how many (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, help="the first one (default: 1, or the next of --json's)")
+    parser.add_argument("--minutes", type=float, help="begin no seed later than that")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add to this file: every seed, and what came of it")
+    options = parser.parse_args()
+    earlier = read(options.json) if options.json else []
+    first = options.first_seed or 1 + max((row.seed for row in earlier), default=0)
+    told = [row for row in earlier if not first <= row.seed < first + options.seeds]
+
+    def say(row: Played) -> None:
+        words = "; ".join(row.problems) or "agrees"
+        print(f"seed {row.seed} ({row.seconds:.0f} s): {row.job[:40]} {row.layout[:40]}: {words}", flush=True)
+        told.append(row)
+        if options.json:
+            write(options.json, told)
+
+    played = campaign(range(first, first + options.seeds), minutes=options.minutes, say=say)
+    print(table(told))
+    return 1 if any(row.problems for row in played) or not played else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
