@@ -162,6 +162,7 @@ def _granitemoe(config: Config) -> ModelShape:
         **sizes,
         **four_biases(config),
         **routed(config, width=sizes["ffn"], experts=8, per_token=2, experts_names=("num_local_experts",)),
+        logits="scaled",
     )
 
 

@@ -117,6 +117,8 @@ class Layout:
     keeps_gathered: bool = False
     """FSDP's weights, gathered for the forward pass, stay for the backward one."""
     optimizer: Optimizer = "adamw"
+    has_momentum: bool = True
+    """SGD keeps an average of the gradients."""
     keeps_average: bool = False
     """A running average of the weights beside them."""
     year: float = 2026.0

@@ -144,7 +144,7 @@ def moment_bytes(layout: Layout) -> float:
         "adamw_8bit": 2 * (1 + 4 / 256),
         "adafactor": 0.01,
         "muon": average,
-        "sgd": average,
+        "sgd": average * layout.has_momentum,
     }
     return kinds[layout.optimizer] + 4.0 * layout.keeps_average
 

@@ -264,6 +264,7 @@ def layout_of(
         fp32_softmax=is_eager and model_type_of(job) not in NARROW_SOFTMAX,
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,
+        has_momentum=job.training.optimizer.momentum > 0,
         keeps_average=job.training.optimizer.average_decay is not None,
         loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),
     )

@@ -88,6 +88,13 @@ class StageParams:
         return self.dense + self.expert
 
 
+def vocabulary_split(shape: ModelShape, layout: Layout) -> int:
+    """Tensor ranks over which embedding and head are cut by vocabulary: our trainer leaves one that they don't divide
+    whole on each (`strategies/tensor_parallel.py`), others pad it."""
+    is_whole = layout.library == "trainyard" and shape.vocab % layout.tensor
+    return 1 if is_whole else layout.tensor
+
+
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
     """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
     blocks = shape.num_attentions * shape.attention_params + shape.mamba_layers * shape.mamba_params
@@ -105,17 +112,16 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
         dense += shape.mtp_layers * (2 * shape.hidden**2 + blocks / shape.layers) / layout.tensor
         # Not split.
         dense += shape.head_products * shape.hidden * (shape.hidden + 1)
+    vocabulary = shape.vocab * shape.hidden / vocabulary_split(shape, layout)
     if stage.head and shape.mtp_layers and not stage.embedding and not shape.tied_embeddings:
         # Layers that predict further tokens look the last ones up, in a copy of the embedding.
-        dense += shape.vocab * shape.hidden / layout.tensor
+        dense += vocabulary
     if stage.embedding:
-        dense += shape.embedding_params / layout.tensor
-        if layout.library != "trainyard":
-            # Only words are split over tensor ranks.
-            dense += shape.learned_positions * shape.hidden * (1 - 1 / layout.tensor)
+        # Only words are split over tensor ranks.
+        dense += vocabulary + shape.embedding_params - shape.vocab * shape.hidden
     # A tied head on the last of several stages is a second copy of the embedding.
     if stage.head and not (shape.tied_embeddings and stage.embedding):
-        dense += shape.vocab * shape.hidden / layout.tensor
+        dense += vocabulary
     moe_layers = stage.layers * shape.moe_layers / shape.layers
     if stage.head and shape.moe_layers:
         moe_layers += shape.mtp_layers

@@ -20,6 +20,7 @@ from trainyard.planner.adapters import (
 )
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import vocabulary_split
 
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
@@ -561,7 +562,7 @@ class TrainerLayers:
 
     @cached_property
     def _head_split(self) -> int:
-        return self.layout.tensor if self.shape.vocab % self.layout.tensor == 0 else 1
+        return vocabulary_split(self.shape, self.layout)
 
     @property
     def loss_is_in_head(self) -> bool:

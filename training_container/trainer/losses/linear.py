@@ -96,6 +96,7 @@ class _LinearLoss(torch.autograd.Function):
             sums.loss += _to_gradient(logits, targets[rows], shard)
             if any(needed):
                 sums.add(rows, (logits.mul_(ctx.unit) if ctx.unit != 1 else logits).to(dtype), part, cast_weight)
+            del logits  # else two chunks' are there while the next one's are made: in fp32 the loss's worst moment
         ctx.gradients, ctx.shard, ctx.types = sums.gradients(), shard, sums.types
         return sums.loss
 

@@ -165,7 +165,7 @@ def _new_state(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     rows = _rows(_local(parameter.detach()))
     state = {}
     for moment in MOMENTS:
-        zero = 0 if moment == MOMENTS[1] else int((dynamic_map(signed=True) == 0).nonzero())
+        zero = 0 if moment == MOMENTS[1] else int(dynamic_map(signed=True).abs().argmin())
         state[f"{moment}_codes"] = torch.full(rows.shape, zero, dtype=torch.uint8, device=rows.device)
         state[f"{moment}_scales"] = torch.zeros(
             (rows.size(0), -(-rows.size(1) // _block_size(parameter))), device=rows.device

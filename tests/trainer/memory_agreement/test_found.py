@@ -1,0 +1,63 @@
+"""What the campaign has found to be off, each held by the smallest job that shows it."""
+
+from typing import Any
+
+import pytest
+from trainer.losses.linear import CHUNK_TOKENS
+from trainer_testing.agreement import agreement
+
+SMALL: dict[str, Any] = {
+    **{"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2},
+    **{"intermediate_size": 2816, "vocab_size": 50304, "tie_word_embeddings": False, "model_type": "llama"},
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 2, "n_head": 8, "n_positions": 8192, "vocab_size": 32000}
+CUT = {"data_shard": 4, "tensor": 2}
+
+
+def _moving(found: Any) -> tuple[float, float]:
+    """By formulas and by trace."""
+    planned, traced = (side["activations"] + side["buffers"] for side in (found.planned, found.traced))
+    return planned, traced
+
+
+def test_a_vocabulary_that_tensor_ranks_dont_divide_is_whole_on_each() -> None:
+    """A fifth of a rank's state, in a model with large ends, that no plan had."""
+    found = agreement(SMALL | {"vocab_size": 50257}, CUT)
+    assert found.planned["parameters"] == pytest.approx(found.traced["parameters"], rel=0.005)
+
+
+def test_learned_positions_are_whole_on_each_tensor_rank() -> None:
+    found = agreement(GPT2, CUT)
+    untouched = agreement(GPT2 | {"n_positions": 2048}, CUT)
+    for side in ("planned", "traced"):
+        more = getattr(found, side)["parameters"] - getattr(untouched, side)["parameters"]
+        assert more == pytest.approx((8192 - 2048) * 1024 * 4 / 4, rel=0.001)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_without_momentum_keeps_nothing(momentum: float) -> None:
+    found = agreement(SMALL, optimizer={"kind": "sgd", "momentum": momentum})
+    assert found.planned["optimizer"] == pytest.approx(found.traced["optimizer"], rel=0.01, abs=1e5)
+
+
+def test_granites_experts_scale_their_logits_so_that_all_of_them_are_there() -> None:
+    """Planned as a loss in the head, which was half of what the step needs."""
+    experts = {"model_type": "granitemoe", "intermediate_size": 768, "num_local_experts": 16, "num_experts_per_tok": 4}
+    planned, traced = _moving(agreement(SMALL | experts, micro_batch_size=2, global_batch_size=32))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_next_chunks_logits_are_made_when_the_last_ones_are_gone(precision: str) -> None:
+    """In fp32 two chunks' were there at once: a gigabyte of a vocabulary of 128k beside the plan."""
+    model = SMALL | {"vocab_size": 128256}
+    layout, training = {"data_shard": 8}, {"loss": "chunked", "precision": precision, "micro_batch_size": 2}
+    found = agreement(model, layout, **training, global_batch_size=32)
+    assert found.beside_state[1] == pytest.approx(found.beside_state[0], rel=0.03)
+    assert 2 * 2048 > 2 * CHUNK_TOKENS
+
+
+def test_eight_bit_adamw_is_traced_where_it_is_not_cut() -> None:
+    """FSDP's shards make their state unseen; one process's asked a dry run where a table has its zero."""
+    found = agreement(SMALL, {"data_replicate": 8}, optimizer={"kind": "adamw_8bit"})
+    assert found.planned["optimizer"] == pytest.approx(found.traced["optimizer"], rel=0.05)
