@@ -106,11 +106,10 @@ def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[st
     layout = layout_of_resolved(job, resolved)
     place = rank // (resolved.world_size // resolved.parallelism.pipeline)
     use = formulas.rank_memory(replace(layout, rank="worst"), place)
-    return {
-        **{name: getattr(use, name) for name in STATE},
-        "activations": use.activations + use.logits,
-        "buffers": use.buffers,
-    }
+    activations, buffers = use.activations + use.logits, use.buffers
+    if use.step_temporary > activations + buffers and resolved.parallelism.engine == "torch":
+        activations, buffers = use.step_temporary, 0.0  # the optimizer's step is the worst moment
+    return {**{name: getattr(use, name) for name in STATE}, "activations": activations, "buffers": buffers}
 
 
 def render(found: dict[str, Any]) -> "RenderableType":

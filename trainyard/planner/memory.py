@@ -20,8 +20,9 @@ from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstant
 from trainyard.planner.deepspeed_buffers import buffer_bytes, flattening_bytes, update_bytes
 from trainyard.planner.deepspeed_weights import whole_elements
 from trainyard.planner.layout import Engine, Layout, Masters
+from trainyard.planner.optimizer_updates import update_temporary_bytes
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages
+from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages, vocabulary_split
 from trainyard.planner.trainer_layers import TrainerLayers
 from trainyard.planner.trainer_memory import worst_moment
 
@@ -231,7 +232,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
             logits=moving.loss,
             buffers=moving.buffers,
             workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
-            step_temporary=_engine_update(shape, layout, stage, params),
+            step_temporary=_engine_update(shape, layout, stage, params) + update_temporary_bytes(shape, layout, stage),
             moving_error=constants.moving_error,
         )
     logits = logits_bytes(shape, layout, constants) if stage.head else 0.0
@@ -289,9 +290,11 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
 def _beside_matrices(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Of a stage's parameters those that Muon leaves to AdamW: embeddings, head and norms, as none of them turns one
     hidden vector into another."""
-    ends = shape.embedding_params * stage.embedding
-    ends += shape.vocab * shape.hidden * (stage.head and not (shape.tied_embeddings and stage.embedding))
-    return ends / layout.tensor + stage.layers * shape.norms_per_layer * shape.norm_params
+    matrices = stage.embedding + (stage.head and not (shape.tied_embeddings and stage.embedding))
+    words = shape.vocab * shape.hidden
+    positions = (shape.embedding_params - words) * stage.embedding
+    ends = words * matrices / vocabulary_split(shape, layout) + positions
+    return ends + stage.layers * shape.norms_per_layer * shape.norm_params
 
 
 def trained_state(params: StageParams, layout: Layout) -> tuple[float, float, float]:
@@ -404,9 +407,8 @@ def _adapter_state(
     shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, share: float
 ) -> tuple[float, float, float]:
     """Frozen base weights in the training precision (NF4 linears under QLoRA), adapters and their moments in fp32."""
-    vocabulary = (
-        shape.vocab * shape.hidden / layout.tensor * (stage.embedding + (stage.head and not shape.tied_embeddings))
-    )
+    matrices = stage.embedding + (stage.head and not shape.tied_embeddings)
+    vocabulary = shape.vocab * shape.hidden / vocabulary_split(shape, layout) * matrices
     linears = max(params.total - vocabulary, 0.0)
     # litgpt's head is a four-bit linear too; transformers' fine-tuning keeps what is not quantized in fp32.
     whole_bytes = 4.0 if layout.keeps_rest_in_fp32 or layout.autocast else float(layout.element_bytes)
@@ -422,7 +424,12 @@ def _adapter_state(
     if layout.library == "trainyard":
         ours = TrainerLayers(shape, layout)
         if layout.method == "qlora":
-            base = (linears * ours.weight_element + vocabulary * whole_bytes) * share
+            linear_bytes = ours.weight_element
+        # Expert ranks are among those that FSDP cuts over: an expert is cut over fewer.
+        held = _held(params, layout, 3) - vocabulary * share
+        base = (max(held, 0.0) * linear_bytes + vocabulary * whole_bytes * share) * (
+            layout.offload_parameters == "none"
+        )
         # FSDP cuts adapters as all else.
         return base + 4 * adapters * share, 4 * adapters * share, moments * adapters * share
     return base + 4 * adapters * share + trained, 4 * adapters + trained, moments * adapters + copied

@@ -1,0 +1,54 @@
+"""What an update of our own trainer's torch optimizers makes and lets go, in closed form.
+
+AdamW's, SGD's and the 8-bit AdamW's are small: a kernel's, or a slice's. Adafactor and Muon
+(`training_container/trainer/optimizers/matrix.py`) work on whole matrices, one parameter after the other, however many
+ranks these are cut over: of a small model with many words more than its step needs.
+"""
+
+import math
+
+from trainyard.planner.layout import Layout
+from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import Stage, vocabulary_split
+
+_FACTORED = 2
+"""Of a whole gradient: its squares, and what rows and columns say of them, which becomes the update."""
+
+_ORTHOGONAL = 5
+"""Of a whole matrix, beside its square: the direction, what it is by now, that scaled, its product, and their sum."""
+
+_ADAMW = 2
+"""Of a rank's part of what Muon leaves to AdamW: the root of its second moment, and the update."""
+
+
+def update_temporary_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> float:
+    """At their most; 0 of adapters, whose matrices are thin, and of optimizers that go weight by weight."""
+    if layout.method != "full" or layout.engine != "torch":
+        return 0.0
+    element = 8 if layout.precision == "fp64" else 4
+    ends = shape.vocab * shape.hidden * (stage.embedding or stage.head)
+    if layout.optimizer == "adafactor":
+        is_cut = layout.zero_stage == 3 or layout.tensor > 1
+        largest = max([ends, *(rows * columns for rows, columns in _matrices(shape)), _stack(shape) * shape.experts])
+        return element * (_FACTORED + is_cut) * largest
+    if layout.optimizer != "muon":
+        return 0.0
+    own_ends = ends / vocabulary_split(shape, layout) / (layout.shard_degree if layout.zero_stage == 3 else 1)
+    matrices = [_ORTHOGONAL * rows * columns + min(rows, columns) ** 2 for rows, columns in _matrices(shape)]
+    if shape.moe_layers:
+        # Experts are made orthogonal where they are: one by one in number, but all of a rank's at once.
+        split = layout.expert if layout.expert * layout.tensor > 1 else layout.shard_degree
+        square = min(shape.hidden, _stack(shape) // shape.hidden) ** 2
+        matrices.append(math.ceil(shape.experts / split) * (_ORTHOGONAL * _stack(shape) + square))
+    return element * max(_ADAMW * own_ends, *matrices)
+
+
+def _matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """Rows and columns of a layer's widest: attention's queries, and the feed-forward block's."""
+    found = [(shape.query_dim, shape.hidden)]
+    return found + [(shape.ffn, shape.hidden)] * (shape.num_mlps > 0)
+
+
+def _stack(shape: ModelShape) -> int:
+    """Elements of one expert's part of its layer's largest parameter: gate and up lie together."""
+    return (2 if shape.gated_mlp else 1) * shape.moe_ffn * shape.hidden * (shape.moe_layers > 0)
