@@ -37,7 +37,7 @@ def update_temporary_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> f
     matrices = [_ORTHOGONAL * rows * columns + min(rows, columns) ** 2 for rows, columns in _matrices(shape)]
     if shape.moe_layers:
         # Experts are made orthogonal where they are: one by one in number, but all of a rank's at once.
-        split = layout.expert if layout.expert * layout.tensor > 1 else layout.shard_degree
+        split = layout.expert_split if layout.expert_split > 1 else layout.shard_degree
         square = min(shape.hidden, _stack(shape) // shape.hidden) ** 2
         matrices.append(math.ceil(shape.experts / split) * (_ORTHOGONAL * _stack(shape) + square))
     return element * max(_ADAMW * own_ends, *matrices)
