@@ -244,6 +244,23 @@ def test_what_the_plan_does_not_know_of_deepspeed_is_told(job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fsdp", "said"),
+    [
+        ({}, None),
+        ({"reshard_after_forward": False}, None),
+        ({"wrap": "size"}, "wrap: size: more weights"),
+        ({"wrap": "size", "prefetch_units": 2}, "wrap: size, prefetch_units: 2: more weights"),
+    ],
+)
+def test_what_the_plan_does_not_follow_of_fsdps_units_is_told(
+    job: MakeJob, fsdp: dict[str, object], said: str | None
+) -> None:
+    notes = plan(job(parallelism={"data_shard": 128, "fsdp": fsdp})).notes
+    told = [note for note in notes if note.startswith("parallelism.fsdp: ")]
+    assert [note.startswith(f"parallelism.fsdp: {said}") for note in told] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
     "stated",
     [
         *({"model_persistence_threshold": value} for value in (math.inf, math.nan, -2_000_000_000, "5000", None)),
