@@ -27,6 +27,7 @@ def job(**sections: dict[str, Any]) -> JobSpec:
 
 SEEN = {"validation": [TEXT]}
 NAMED = {"validation": [TEXT | {"name": "code", "every_steps": 41}]}
+MIXTRAL = {"model_type": "mixtral", "num_experts_per_tok": 1}
 BEST = {"keep_best": {"metric": "validation_loss"}}
 
 ODD: list[tuple[dict[str, Any], str]] = [
@@ -60,6 +61,10 @@ ODD: list[tuple[dict[str, Any], str]] = [
     (
         {"model": {"config": {"model_type": "mixtral", "num_experts_per_tok": 1}}},
         "num_experts_per_tok: 1 where mixtral makes .* stays as it began; choose 2$",
+    ),
+    (
+        {"model": {"config": MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.0}}},
+        "num_experts_per_tok: 1 where mixtral makes",
     ),
     (
         {"model": {"config": {"model_type": "deepseek_v3", "num_experts_per_tok": 1}}},

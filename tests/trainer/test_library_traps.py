@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from trainer import collective_names, lean_imports
-from trainer.models.build import AllButKept
+from trainer.models.build import AllButKept, _uncounted
 from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config
 
@@ -179,6 +180,14 @@ def test_torch_counts_every_operation_of_what_it_computes_again(monkeypatch: pyt
         backward()
     monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", AllButKept())
     backward()
+
+
+def test_torchs_own_list_is_there_again_whatever_ends_a_pass() -> None:
+    own = torch.utils.checkpoint.SAC_IGNORED_OPS
+    with pytest.raises(ValueError, match="stopped"), _uncounted(nullcontext()):
+        assert torch.ops.aten.sin.default in torch.utils.checkpoint.SAC_IGNORED_OPS
+        raise ValueError("stopped")
+    assert torch.utils.checkpoint.SAC_IGNORED_OPS is own
 
 
 def test_torch_multiplies_no_groups_of_float64() -> None:

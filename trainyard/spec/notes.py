@@ -54,7 +54,10 @@ def _notes_of_router(job: JobSpec) -> Iterator[str]:
     if config.get("num_experts_per_tok") != 1 or kind not in NORMALIZES:
         return
     is_normalized = NORMALIZES[kind] if kind == "mixtral" else config.get("norm_topk_prob", NORMALIZES[kind])
-    if is_normalized and not config.get("output_router_logits"):
+    is_balanced = (
+        config.get("output_router_logits") and config.get("router_aux_loss_coef", 1.0) and kind != "deepseek_v3"
+    )
+    if is_normalized and not is_balanced:
         otherwise = "" if kind == "mixtral" else ", or norm_topk_prob: false"
         yield (
             f"model.config.num_experts_per_tok: 1 where {kind} makes a token's weights sum to 1: its only expert has"

@@ -8,6 +8,7 @@ model that is exported in the end.
 """
 
 import json
+import math
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -96,15 +97,23 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
         model = {"config": drawn.model | {"vocab_size": rng.choice((257, 264, 300))}}
     training = {name: value for name, value in drawn.training.items() if name != "sequence_length"}
     training |= {"validation_every_steps": rng.choice((None, 2)), "validation_batches": 1} | _course(rng, drawn)
-    content = {"name": "whole", "model": model, "data": data, "training": training, "checkpoint": _saves(rng)}
+    content: dict[str, Any] = {
+        "name": "whole",
+        "model": model,
+        "data": data,
+        "training": training,
+        "checkpoint": _saves(rng),
+    }
     end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
+    if end == "kill":
+        content["checkpoint"]["asynchronous"] = False  # else nothing may be committed yet, and nothing gone on with
     average = drawn.training["optimizer"].get("average_decay") is not None and rng.random() < 0.5
     return WholeJob(
         drawn,
         content,
         bad_records=found,
         end=end,
-        end_step=rng.randint(2, STEPS_OF_WHOLE - 2),
+        end_step=rng.randint(1 + content["checkpoint"]["every_steps"], STEPS_OF_WHOLE - 2),
         end_ranks=ranks if end == "kill" else (rng.choice(ranks),),
         exported={"average": average, "merge": drawn.adapter is not None and rng.random() < 0.5},
     )
@@ -225,8 +234,9 @@ def run_whole(job: WholeJob, folder: Path) -> tuple[dict[str, float], list[str]]
     second = job.file(folder, "second.yaml", drawn.second, output="out")
     rows = _ended_well(drawn.second.spec.world_size, second, folder / "out")
     problems = odds(rows, wanted)
-    if rows[-1]["attempt"] != 2:
-        problems.append(f"whole job: its last step is of attempt {rows[-1]['attempt']}")
+    attempts = [row["attempt"] for row in rows]
+    if attempts[:1] != [1] or attempts[-1] != 2 or attempts != sorted(attempts):
+        problems.append(f"whole job: nothing was gone on with: its steps are of attempts {attempts}")
     exports = [exported(job, folder, name) for name in ("alone", "out")]
     if exports[0].keys() != exports[1].keys():
         problems.append(f"whole job: it exports {sorted(exports[1])}, one process {sorted(exports[0])}")
@@ -254,8 +264,13 @@ def worst_tensor(wanted: dict[str, torch.Tensor], ours: dict[str, torch.Tensor])
     worst = 0.0
     for name in wanted.keys() & ours.keys():
         scale = float(wanted[name].double().norm()) or 1.0
-        worst = max(worst, float((ours[name].double() - wanted[name].double()).norm()) / scale)
+        worst = _worse(worst, float((ours[name].double() - wanted[name].double()).norm()) / scale)
     return worst
+
+
+def _worse(worst: float, error: float) -> float:
+    """What is no number, which max() passes over, is worst of all."""
+    return max(worst, error) if math.isfinite(error) else math.inf
 
 
 def _ended_well(world_size: int, job: Path, output_dir: Path) -> list[dict[str, Any]]:
@@ -286,7 +301,7 @@ def worst_difference(rows: Sequence[dict[str, Any]], wanted: Sequence[dict[str, 
     worst = 0.0
     for ours, theirs in zip(map(_figures, rows), map(_figures, wanted), strict=False):
         for name in ours.keys() & theirs.keys():
-            worst = max(worst, abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-12))
+            worst = _worse(worst, abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-12))
     return worst
 
 

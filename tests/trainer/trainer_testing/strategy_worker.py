@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -72,6 +73,8 @@ def worst_relative_error(result: Result, reference: Result) -> float:
         for key in ("loss", "grad_norm", "validation")
         for pair in zip(result[key], reference[key][-len(result[key]) :], strict=True)
     ]
+    if not all(math.isfinite(value) for pair in pairs for value in pair):
+        return math.inf  # which max() would pass over
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 

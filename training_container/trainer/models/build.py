@@ -1,6 +1,7 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
@@ -197,8 +198,7 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
     """full: a block keeps its input alone; selective: also its expensive results. Names of parameters don't change."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", AllButKept())  # noqa: B010  # mypy: no set, but asked alike
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+        kwargs["context_fn"] = _kept_contexts
         for block in transformer_blocks(model):
             _mark_last_product(block)
     # transformers 5.17 knows the older name alone, of which 5.23 warns.
@@ -222,7 +222,25 @@ def _drops(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> boo
     return float((dict(zip(names, args, strict=False)) | dict(named)).get("dropout_p", 0.0)) > 0.0
 
 
-class AllButKept:
+def _kept_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For a block's first pass, and for the one that computes it again."""
+    first, again = create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
+    return _uncounted(first), _uncounted(again)
+
+
+@contextmanager
+def _uncounted(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """`context`, in which torch counts what is kept alone; its own list is there for all others, and afterwards."""
+    own = torch.utils.checkpoint.SAC_IGNORED_OPS
+    torch.utils.checkpoint.SAC_IGNORED_OPS = AllButKept(own)
+    try:
+        with context:
+            yield
+    finally:
+        torch.utils.checkpoint.SAC_IGNORED_OPS = own
+
+
+class AllButKept(set[Any]):
     """What torch (2.13) leaves uncounted of a block that is computed again, in place of its own short list.
 
     It counts every operation of the first pass, whatever becomes of its result, and stops where the second has more of
