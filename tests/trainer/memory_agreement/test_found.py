@@ -64,22 +64,24 @@ def test_eight_bit_adamw_is_traced_where_it_is_not_cut() -> None:
     assert found.planned["optimizer"] == pytest.approx(found.traced["optimizer"], rel=0.05)
 
 
+WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 8192, "vocab_size": 102400} | {
+    "tie_word_embeddings": True
+}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 1}
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "model"),
     [
-        ("adafactor", {"data_shard": 8}, {"vocab_size": 151936}),
-        pytest.param("adafactor", {"data_replicate": 8}, {"vocab_size": 151936}, marks=pytest.mark.slow),
+        ("adafactor", {"data_shard": 8}, WIDE),
         pytest.param("muon", {"data_replicate": 8}, MIXTRAL | {"intermediate_size": 4096}, marks=pytest.mark.slow),
     ],
-    ids=["adafactor-fsdp", "adafactor-ddp", "muon-experts"],
+    ids=["adafactor-fsdp", "muon-experts"],
 )
 def test_updates_of_whole_matrices_can_be_a_steps_worst_moment(
     kind: str, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    """Plans left them out: a third of what a small model with many words needs."""
+    """Plans left them out: an eighth of what a wide model's ends need."""
     training = {"activation_checkpointing": "full", "loss": "chunked", "optimizer": {"kind": kind}}
     found = agreement(SMALL | model, layout, **training, global_batch_size=64)
     planned, traced = _moving(found)
