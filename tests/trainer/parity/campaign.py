@@ -2,7 +2,8 @@
 
     scripts/parity_campaign --seeds 40 --json results.json
 
-The table of `parity.table` holds what somebody thought of. A seed here (`draws`) is any job that the trainer takes: a
+The table of `parity.table` holds what somebody thought of. A seed here (`draws`) is a job of what
+language models are mostly trained with (no compiled blocks, fp8, 8-bit AdamW, NVMe, nor losses of several chunks): a
 family with sizes of its own, full or with an adapter, an optimizer, a schedule, packed or not; and two layouts of it,
 of any degrees, micro-batch, recomputation and unit sizes. What must hold of each:
 
