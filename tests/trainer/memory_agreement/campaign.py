@@ -18,22 +18,19 @@ activations alone are traced. `LEAST_BYTES` is what nobody plans by.
 The exit code is 0 when all of it held. `--first-seed N --seeds 1` plays one again.
 """
 
-import argparse
-import json
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
 
 from trainer.dry_run.trace import trace
+from trainer_testing.seeds import Seed, command, refused_lines
 
 from memory_agreement.draws import Drawn, draw
 from trainyard.cli.dry_running import STATE, compared, planned_bytes
@@ -47,10 +44,9 @@ _MIB = 2**20
 
 
 @dataclass
-class Played:
+class Played(Seed):
     """A seed, and what came of it. Bytes by the formulas' categories."""
 
-    seed: int
     job: str
     layout: str
     rank: int
@@ -59,10 +55,6 @@ class Played:
     gradients_at_peak: int | None = None
     """Of the trace's peak; `traced` has them at their most."""
     phase: str = ""
-    problems: list[str] = field(default_factory=list)
-    """What is off; empty: nothing."""
-    refused: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def state(self) -> tuple[int, int] | None:
@@ -144,9 +136,8 @@ def parts(played: Played) -> str:
     return "; ".join(cells) + f" MiB; peak in {played.phase}{late}"
 
 
-def table(played: Iterable[Played]) -> str:
+def table(rows: Sequence[Played]) -> str:
     """For people: how many agree, how far off the others are, what was refused."""
-    rows = list(played)
     good = [row for row in rows if not row.problems]
     lines = [f"{len(good)} of {len(rows)} ranks agree"]
     for what in ("state", "moving"):
@@ -155,10 +146,7 @@ def table(played: Iterable[Played]) -> str:
         if errors:
             middle = median(abs(error) for error in errors)
             lines.append(f"  {what:<6} median {middle:.1%}, from {min(errors):+.1%} to {max(errors):+.1%}")
-    refused: Counter[str] = Counter()
-    for row in rows:
-        refused.update(row.refused)
-    lines += [f"refused {count}: {reason}" for reason, count in refused.most_common()]
+    lines += refused_lines(rows)
     for row in rows:
         if row.problems:
             lines.append(
@@ -168,55 +156,20 @@ def table(played: Iterable[Played]) -> str:
     return "\n".join(lines)
 
 
-def campaign(seeds: Iterable[int], *, minutes: float | None, say: Callable[[Played], None]) -> list[Played]:
-    """Seed after seed, `say` each; none is begun later than `minutes` after the first."""
-    deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
-    played = []
-    for seed in seeds:
-        if time.monotonic() > deadline:
-            break
-        played.append(play(draw(seed)))
-        say(played[-1])
-    return played
+def play_seed(seed: int) -> Played:
+    """The seed's rank."""
+    return play(draw(seed))
 
 
-def read(path: Path) -> list[Played]:
-    """The seeds of a file; none where there is no such file."""
-    if not path.exists():
-        return []
-    return [Played(**row) for row in json.loads(path.read_text(encoding="utf-8"))["played"]]
-
-
-def write(path: Path, played: Sequence[Played]) -> None:
-    """Every seed with its job and what came of it."""
-    rows: list[dict[str, Any]] = [asdict(row) for row in played]
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"played": rows}, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+def words(row: Played) -> str:
+    """A seed in a line."""
+    return f"{row.job[:40]} {row.layout[:40]}: {'; '.join(row.problems) or 'agrees'}"
 
 
 def main() -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(prog="memory_campaign", description="Random jobs, each plan against its trace.")
-    parser.add_argument("--seeds", type=int, default=100, help="how many (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, help="the first one (default: 1, or the next of --json's)")
-    parser.add_argument("--minutes", type=float, help="begin no seed later than that")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add to this file: every seed, and what came of it")
-    options = parser.parse_args()
-    earlier = read(options.json) if options.json else []
-    first = options.first_seed or 1 + max((row.seed for row in earlier), default=0)
-    told = [row for row in earlier if not first <= row.seed < first + options.seeds]
-
-    def say(row: Played) -> None:
-        words = "; ".join(row.problems) or "agrees"
-        print(f"seed {row.seed} ({row.seconds:.0f} s): {row.job[:40]} {row.layout[:40]}: {words}", flush=True)
-        told.append(row)
-        if options.json:
-            write(options.json, told)
-
-    played = campaign(range(first, first + options.seeds), minutes=options.minutes, say=say)
-    print(table(told))
-    return 1 if any(row.problems for row in played) or not played else 0
+    described = "Random jobs, each plan against its trace."
+    return command("memory_campaign", described, kind=Played, play=play_seed, words=words, table=table, num_seeds=100)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_testing import seeds
 from trainer_testing.families import FAMILIES
 
 from memory_agreement import campaign
-from memory_agreement.campaign import Played, play, problems, read, table, write
+from memory_agreement.campaign import Played, play, problems, table
 from memory_agreement.draws import OPTIMIZERS, ROUTED, WORLD_SIZES, Drawn, draw
 from trainyard.errors import InputError
 from trainyard.planner.expert_families import EXPERT_READERS
@@ -120,7 +121,7 @@ def test_a_trace_that_fails_is_told_and_the_next_seed_is_played(monkeypatch: pyt
 
     monkeypatch.setattr(campaign, "trace", failing)
     said: list[Played] = []
-    played = campaign.campaign([1, 2], minutes=None, say=said.append)
+    played = seeds.campaign([1, 2], campaign.play_seed, minutes=None, say=said.append)
     assert [row.problems for row in played] == [["not traced: --dry-run: out of tune"]] * 2
     assert said == played
 
@@ -128,11 +129,11 @@ def test_a_trace_that_fails_is_told_and_the_next_seed_is_played(monkeypatch: pyt
 def test_results_are_kept_and_told(tmp_path: Path) -> None:
     rows = [_played({}), _played({"activations": 4.0}), Played(2, "Llama: {}", "ddp: {}", 0, refused={"tensor: N": 2})]
     rows[1].problems = problems(rows[1])
-    write(tmp_path / "results.json", rows)
-    assert read(tmp_path / "results.json") == rows
+    seeds.write(tmp_path / "results.json", rows)
+    assert seeds.read(tmp_path / "results.json", Played) == rows
     said = table(rows)
     assert said.startswith("2 of 3 ranks agree")
     assert "refused 2: tensor: N" in said
     assert "OFF seed 0: whole: trace 14,336, formulas 10,240 MiB (-28.6%); moving: " in said
     assert "activations 8,192, 4,096; buffers 2,048, 2,048 MiB; peak in backward" in said
-    assert read(tmp_path / "none.json") == []
+    assert seeds.read(tmp_path / "none.json", Played) == []

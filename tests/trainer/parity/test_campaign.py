@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_testing import strategy_worker
+from trainer_testing import seeds, strategy_worker
 
 from parity import campaign
-from parity.campaign import Played, play, read, table, write
+from parity.campaign import Played, play, table
 from parity.draws import OPTIMIZERS, Drawn, Layout, draw
 from parity.whole_jobs import odds, whole_job, worst_difference, worst_tensor
 
@@ -188,20 +188,22 @@ def test_a_run_that_fails_is_a_problem_and_the_next_seed_is_played(ddp: Drawn, m
     monkeypatch.setattr(campaign, "run", failing)
     monkeypatch.setattr(campaign, "draw", lambda seed: replace(ddp, seed=seed))
     said: list[Played] = []
-    played = campaign.campaign([1, 2], minutes=None, say=said.append)
+    played = seeds.campaign([1, 2], campaign.play_seed, minutes=None, say=said.append)
     assert [row.problems for row in played] == [["rank 1 exited 1: out of tune"]] * 2
     assert said == played
 
 
 def test_results_are_kept_and_told(tmp_path: Path) -> None:
     rows = [
-        Played(1, "fp64", "Llama: {}", "ddp: {}", "fsdp: {}", 3, {"first numbers": 1e-12}, [], {"tensor: N": 2}),
-        Played(2, "fp32", "Llama: {}", "ddp: {}", "fsdp: {}", 3, {}, ["rank 0 exited 1"], {"tensor: N": 1}),
+        Played(1, "fp64", "Llama: {}", "ddp: {}", "fsdp: {}", 3, {"first numbers": 1e-12}, refused={"tensor: N": 2}),
+        Played(
+            2, "fp32", "Llama: {}", "ddp: {}", "fsdp: {}", 3, problems=["rank 0 exited 1"], refused={"tensor: N": 1}
+        ),
     ]
-    write(tmp_path / "results.json", rows)
-    assert read(tmp_path / "results.json") == rows
+    seeds.write(tmp_path / "results.json", rows)
+    assert seeds.read(tmp_path / "results.json", Played) == rows
     said = table(rows)
     assert said.startswith("1 of 2 jobs")
     assert "refused 3: tensor: N" in said
     assert "PROBLEM seed 2: rank 0 exited 1" in said
-    assert read(tmp_path / "none.json") == []
+    assert seeds.read(tmp_path / "none.json", Played) == []
