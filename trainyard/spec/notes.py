@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from trainyard.spec.base import SpecModel
 from trainyard.spec.job import JobSpec
+from trainyard.spec.support import ROUTER_FAMILIES
 
 _MOSTLY = 0.5
 """A running average that is still more than this share of what the job began with has next to none of its training."""
@@ -54,10 +55,8 @@ def _notes_of_router(job: JobSpec) -> Iterator[str]:
     if config.get("num_experts_per_tok") != 1 or kind not in NORMALIZES:
         return
     is_normalized = NORMALIZES[kind] if kind == "mixtral" else config.get("norm_topk_prob", NORMALIZES[kind])
-    is_balanced = (
-        config.get("output_router_logits") and config.get("router_aux_loss_coef", 1.0) and kind != "deepseek_v3"
-    )
-    if is_normalized and not is_balanced:
+    is_balanced = config.get("output_router_logits") and config.get("router_aux_loss_coef", 1.0)
+    if is_normalized and not (is_balanced and kind in ROUTER_FAMILIES):
         otherwise = "" if kind == "mixtral" else ", or norm_topk_prob: false"
         yield (
             f"model.config.num_experts_per_tok: 1 where {kind} makes a token's weights sum to 1: its only expert has"

@@ -16,7 +16,7 @@ from trainer_testing import seeds, strategy_worker
 from parity import campaign
 from parity.campaign import Played, play, table
 from parity.draws import OPTIMIZERS, Drawn, Layout, draw
-from parity.whole_jobs import odds, whole_job, worst_difference, worst_tensor
+from parity.whole_jobs import odds, was_gone_on_with, whole_job, worst_difference, worst_tensor
 
 SEEDS = range(1, 101)
 
@@ -144,6 +144,44 @@ def test_a_whole_jobs_steps_and_tokens_are_exactly_those_of_one_process(
     found = odds([ROW | changes, ROW | {"step": 2}], wanted)
     assert [line for line in found if said is None or not line.startswith(f"whole job: {said}")] == []
     assert (said is not None) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "is_so"), [((1, 1, 2), True), ((1, 1), False), ((2, 2), False), ((1, 2, 1), False)]
+)
+def test_a_job_that_began_anew_was_not_gone_on_with(attempts: tuple[int, ...], is_so: bool) -> None:
+    assert was_gone_on_with([ROW | {"attempt": attempt} for attempt in attempts]) == is_so
+
+
+@pytest.mark.parametrize(
+    ("error", "own", "is_good"),
+    [(9e-8, 0.0, True), (2e-7, 0.0, False), (2e-7, 1e-8, True), (4e-7, 1e-8, False), (2e-5, 1e-3, False)],
+)
+@pytest.mark.parametrize("what", ["job", "export"])
+def test_a_whole_job_may_be_as_far_off_as_roundings_take_it(
+    what: str, error: float, own: float, is_good: bool, ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty times what one process differs from itself, and never more than 1e-5; of its weights thirty times that."""
+    calls: list[Any] = []
+
+    def recorded(*arguments: Any) -> list[strategy_worker.Result]:
+        calls.append(arguments)
+        return _results(len(calls) - 1, ddp.saved_at)
+
+    own /= campaign.EXPORTED if what == "export" else 1.0
+    monkeypatch.setattr(campaign, "run", recorded)
+    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": own, "job": 0.0, "export": 0.0} | {what: error}, []))
+    assert (play(ddp, tmp_path).problems == []) == is_good
+
+
+def test_what_does_not_learn_proves_nothing(ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    still = {"loss": [4.0] * 6, "grad_norm": [2.0] * 6, "validation": [3.0], "weights_error": 0.0}
+    resumed = {name: value[ddp.saved_at :] if name in ("loss", "grad_norm") else value for name, value in still.items()}
+    runs = iter([[still, still], [still], [resumed], [resumed]])
+    monkeypatch.setattr(campaign, "run", lambda *_: next(runs))
+    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
+    (problem,) = play(ddp, tmp_path).problems
+    assert problem.startswith("one process: what doesn't learn proves nothing")
 
 
 def test_what_is_no_number_is_worst_of_all() -> None:

@@ -48,7 +48,6 @@ class WholeJob:
     drawn: Drawn
     content: dict[str, Any]
     """The job file, but for its layout."""
-    bad_records: int
     end: str
     """terminate: one rank is told to stop; kill: all die at once."""
     end_step: int
@@ -111,7 +110,6 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
     return WholeJob(
         drawn,
         content,
-        bad_records=found,
         end=end,
         end_step=rng.randint(1 + content["checkpoint"]["every_steps"], STEPS_OF_WHOLE - 2),
         end_ranks=ranks if end == "kill" else (rng.choice(ranks),),
@@ -234,9 +232,8 @@ def run_whole(job: WholeJob, folder: Path) -> tuple[dict[str, float], list[str]]
     second = job.file(folder, "second.yaml", drawn.second, output="out")
     rows = _ended_well(drawn.second.spec.world_size, second, folder / "out")
     problems = odds(rows, wanted)
-    attempts = [row["attempt"] for row in rows]
-    if attempts[:1] != [1] or attempts[-1] != 2 or attempts != sorted(attempts):
-        problems.append(f"whole job: nothing was gone on with: its steps are of attempts {attempts}")
+    if not was_gone_on_with(rows):
+        problems.append(f"whole job: begun anew, or done at once: attempts {[row['attempt'] for row in rows]}")
     exports = [exported(job, folder, name) for name in ("alone", "out")]
     if exports[0].keys() != exports[1].keys():
         problems.append(f"whole job: it exports {sorted(exports[1])}, one process {sorted(exports[0])}")
@@ -294,6 +291,12 @@ def odds(rows: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> li
     if ours != theirs:
         found.append(f"whole job: figures: {ours}, one process {theirs}")
     return found
+
+
+def was_gone_on_with(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the first start's steps are there, and after them the second one's."""
+    attempts = [row["attempt"] for row in rows]
+    return attempts == sorted(attempts) and set(attempts) == {1, 2}
 
 
 def worst_difference(rows: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> float:
