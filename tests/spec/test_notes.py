@@ -67,6 +67,10 @@ ODD: list[tuple[dict[str, Any], str]] = [
         "num_experts_per_tok: 1 where mixtral makes",
     ),
     (
+        {"model": {"config": MIXTRAL | {"model_type": "deepseek_v3", "output_router_logits": True}}},
+        "num_experts_per_tok: 1 where deepseek_v3",
+    ),
+    (
         {"model": {"config": {"model_type": "deepseek_v3", "num_experts_per_tok": 1}}},
         "num_experts_per_tok: 1 where deepseek_v3 .*; choose 2, or norm_topk_prob: false$",
     ),

@@ -16,6 +16,7 @@ from trainer.models.build import build_model
 from trainer.models.configuration import _changes_anything, check_names, configuration_of
 from trainer.models.facts import facts_of
 from trainer.strategies import check_supported
+from trainer_testing.families import TIED
 from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
@@ -27,7 +28,6 @@ from trainyard.spec.support import MADE_CAUSAL_BY, OTHER_TENSOR_FAMILIES, causal
 
 TOLERANCE = 1e-5
 STEPS = 3
-TIED = frozenset({"cohere", "cohere2", "gemma2", "gemma3_text"})
 
 
 def model_of(family: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
-from trainer_testing.families import ATTENTION_LINEARS, FAMILIES
+from trainer_testing.families import ATTENTION_LINEARS, FAMILIES, TIED, adapted_linears
 from trainer_testing.tiny import strategy_name
 
 from trainyard.errors import InputError
@@ -32,11 +32,7 @@ WORLD_SIZES = (1, 2, 4, 4, 8, 8, 8, 16, 16)
 OPTIMIZERS = ("adamw", "adamw", "adamw", "adamw_8bit", "adafactor", "muon", "sgd")
 LONGEST = 8192
 """Tokens of a sequence, and positions that a model knows."""
-_NOT_ADAPTED = frozenset({"lm_head"})
 _MORE_DENSE = ("gemma2", "phi3")
-_TIED = frozenset({"cohere", "cohere2", "gemma2", "gemma3_text"})
-"""Families whose head is nothing but the embedding, as they are published."""
-_NO_LAYERS = {"deepseek_v2": ("q_a_proj", "q_b_proj"), "deepseek_v3": ("q_proj",)}
 
 ROUTED: dict[str, dict[str, Any]] = {
     "afmoe": {"number": "num_experts", "is_dense_first": True},
@@ -187,11 +183,8 @@ def _adapter(rng: random.Random, family: str, model: dict[str, Any]) -> dict[str
     kind = rng.choices((None, "lora", "qlora"), (70, 20, 10))[0]
     if kind is None or model["model_type"] not in LINEAR_LAYERS:
         return None
-    known = LINEAR_LAYERS[model["model_type"]] - _NOT_ADAPTED - set(_NO_LAYERS.get(model["model_type"], ()))
-    if "num_experts_per_tok" in model:  # whose experts are packed, and get none
-        known -= {"gate_proj", "up_proj", "down_proj"}
     usual = ATTENTION_LINEARS.get(family, ("q_proj", "v_proj"))
-    names = sorted(known)
+    names = adapted_linears(model)
     targets = rng.choice((usual, names, rng.sample(names, rng.randint(1, len(names)))))
     return {"kind": kind, "rank": rng.choice((8, 16, 64)), "alpha": 32, "targets": list(targets)}
 
@@ -210,7 +203,7 @@ def _model(rng: random.Random, family: str) -> dict[str, Any]:
     sizes["intermediate_size"] = rng.choice((2 * hidden, 4 * hidden, hidden * 11 // 4, 5504, 11008, 14336))
     if family in FAMILIES:
         return _of_known(rng, FAMILIES[family] | sizes, head_dim)
-    sizes |= {"head_dim": head_dim, "pad_token_id": 0, "tie_word_embeddings": family in _TIED or rng.random() < 0.2}
+    sizes |= {"head_dim": head_dim, "pad_token_id": 0, "tie_word_embeddings": family in TIED or rng.random() < 0.2}
     if family not in ROUTED:
         return {"model_type": family} | sizes
     if ROUTED[family].get("has_heads_of_keys"):

@@ -16,14 +16,13 @@ from typing import Any
 from pydantic import ValidationError
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
-from trainer_testing.families import FAMILIES, adapter
+from trainer_testing.families import FAMILIES, TIED, adapted_linears, adapter
 from trainer_testing.strategy_worker import RunRequest
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, strategy_name, tiny_job
 from transformers import AutoConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
-from trainyard.spec.model_types import LINEAR_LAYERS
 from trainyard.spec.support import DOCUMENT_FAMILIES, OTHER_TENSOR_FAMILIES, PIPELINE_FAMILIES
 
 STEPS = 6
@@ -36,10 +35,6 @@ OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd")
 _OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
 """What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
 _AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "context")
-_TIED = frozenset({"cohere", "cohere2", "gemma2", "gemma3_text"})
-_NOT_ADAPTED = frozenset({"lm_head"})
-_NO_LAYERS = {"deepseek_v2": ("q_a_proj", "q_b_proj"), "deepseek_v3": ("q_proj",)}
-"""Of those with and without a latent of queries, the other's."""
 _JUMPS = frozenset({"apertus"})
 """In fp64 alone, where nothing falls there: the slope of xIELU as transformers has it jumps a millionth below
 zero, and a tiny model's fp32 activations do fall there, so that a last digit becomes 1e-5 of the gradient's norm."""
@@ -210,7 +205,7 @@ def _experts(rng: random.Random, kind: str) -> dict[str, Any]:
 def _other_model(family: str, heads: int) -> dict[str, Any]:
     """Without dropout, which ranks draw on their own: each has other heads."""
     return {
-        **{"model_type": family, "max_position_embeddings": 64, "tie_word_embeddings": family in _TIED},
+        **{"model_type": family, "max_position_embeddings": 64, "tie_word_embeddings": family in TIED},
         **{"head_dim": 8, "pad_token_id": 0, "attention_dropout": 0.0, "residual_dropout": 0.0},
     }
 
@@ -219,9 +214,7 @@ def _adapter(rng: random.Random, model: dict[str, Any]) -> dict[str, Any] | None
     kind = rng.choices((None, "lora", "qlora"), (70, 22, 8))[0]
     if kind is None:
         return None
-    known = sorted(LINEAR_LAYERS[model["model_type"]] - _NOT_ADAPTED - set(_NO_LAYERS.get(model["model_type"], ())))
-    if "num_experts_per_tok" in model:  # whose experts are packed, and get none
-        known = [name for name in known if name not in ("gate_proj", "up_proj", "down_proj")]
+    known = adapted_linears(model)
     usual = next(name for name, stated in FAMILIES.items() if stated["model_type"] == model["model_type"])
     targets = rng.choice((adapter(usual, kind)["targets"], rng.sample(known, rng.randint(1, len(known)))))
     return {"kind": kind, "rank": rng.choice((2, 4)), "alpha": 8.0, "targets": list(targets)}

@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer_testing.tiny import VOCAB_SIZE
+from trainyard.spec.model_types import LINEAR_LAYERS
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -73,6 +74,21 @@ ATTENTION_LINEARS: dict[str, tuple[str, ...]] = {
     "DeepSeek-V3": ("q_b_proj", "kv_b_proj"),
 }
 """What LoRA adapts, by family; the others have q_proj and v_proj."""
+
+
+TIED = frozenset({"cohere", "cohere2", "gemma2", "gemma3_text"})
+"""Families beside those whose head is nothing but the embedding, as they are published."""
+
+_NO_LAYERS = {"deepseek_v2": {"q_a_proj", "q_b_proj"}, "deepseek_v3": {"q_proj"}}
+"""Of those with and without a latent of queries, the other's."""
+
+
+def adapted_linears(model: dict[str, Any]) -> list[str]:
+    """The linear layers of a family of `FAMILIES` that an adapter may name, but for the head."""
+    kind = model["model_type"]
+    # Experts are packed, and get none.
+    experts = {"gate_proj", "up_proj", "down_proj"} if "num_experts_per_tok" in model else set()
+    return sorted(LINEAR_LAYERS[kind] - {"lm_head"} - _NO_LAYERS.get(kind, set()) - experts)
 
 
 def adapter(family: str, kind: str) -> dict[str, Any]:
