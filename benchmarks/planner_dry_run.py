@@ -274,7 +274,8 @@ class Agreement:
 
 def agreement(case: Case) -> Agreement:
     """The case, traced and reckoned."""
-    resolved = resolve(case.job, world_size=8 if case.job.name == "few-layers" else None)
+    stated = case.job.parallelism
+    resolved = resolve(case.job, world_size=None if isinstance(stated, str) else stated.world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = trace(with_configuration(resolved, known_configuration(case.job)), case.rank)

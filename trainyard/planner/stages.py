@@ -95,6 +95,22 @@ def vocabulary_split(shape: ModelShape, layout: Layout) -> int:
     return 1 if is_whole else layout.tensor
 
 
+_MOST_PADDING = 1 / 8
+
+
+def expert_slots(shape: ModelShape, layout: Layout) -> int:
+    """For how many experts there is room in a layer: FSDP pads their number to a multiple of its ranks, unless our
+    trainer cuts inside of each (`strategies/fsdp.py`), which it does where more than an eighth would be padding and the
+    ranks divide a dimension of them."""
+    number, ranks = shape.experts, layout.shard_degree
+    is_cut = layout.library == "trainyard" and layout.engine == "torch" and layout.zero_stage == 3
+    if not is_cut or layout.expert_split > 1:
+        return number
+    padding = -number % ranks
+    is_inside = shape.hidden % ranks == 0 or shape.moe_ffn % ranks == 0
+    return number if padding > number * _MOST_PADDING and is_inside else number + padding
+
+
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
     """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
     blocks = shape.num_attentions * shape.attention_params + shape.mamba_layers * shape.mamba_params
@@ -125,4 +141,5 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
     moe_layers = stage.layers * shape.moe_layers / shape.layers
     if stage.head and shape.moe_layers:
         moe_layers += shape.mtp_layers
-    return StageParams(dense, moe_layers * shape.expert_params / layout.expert_split)
+    slots = expert_slots(shape, layout) / max(shape.experts, 1)
+    return StageParams(dense, moe_layers * shape.expert_params / layout.expert_split * slots)

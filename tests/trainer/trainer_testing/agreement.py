@@ -40,7 +40,7 @@ def agreement(
     documents: bool = True,
     **training: Any,
 ) -> Any:
-    """Both, of rank 5 of 8: as FSDP8, unless another layout is given."""
+    """Both, of rank 5: of 8 under FSDP, unless another layout is given."""
     cases, shard = dry_run_cases(), layout or {"data_shard": 8}
     if adapter is None:
         job = cases.few_layers(shard, config, **training)

@@ -143,9 +143,7 @@ class Muon(torch.optim.Optimizer):
         factor = MUON_RMS * math.sqrt(max(parameter.shape[-2:]))
         if not isinstance(parameter, DTensor):
             return orthogonalized(direction) * factor
-        # Experts are orthogonalized one by one: those of other ranks stay there, and their matrices become whole.
-        is_stack = parameter.ndim > _MATRIX_DIMS
-        placements = [part if is_stack and part == Shard(0) else Replicate() for part in parameter.placements]
+        placements = _of_whole_matrices(parameter)
         parts = _placed(direction, parameter.placements, parameter)
         update = orthogonalized(parts.redistribute(placements=placements).to_local()) * factor
         own: torch.Tensor = _placed(update, placements, parameter).redistribute(placements=parameter.placements)
@@ -161,6 +159,16 @@ class Muon(torch.optim.Optimizer):
         spread = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         update: torch.Tensor = (mean / (1 - beta1**step)).div_(spread)
         return update
+
+
+def _of_whole_matrices(parameter: DTensor) -> list[Placement]:
+    """Where every rank has whole matrices: of experts, which are orthogonalized one by one, those that it has anyway;
+    where all are cut inside, each rank gets some."""
+    if parameter.ndim == _MATRIX_DIMS:
+        return [Replicate() for _ in parameter.placements]
+    if Shard(0) in parameter.placements:
+        return [part if part == Shard(0) else Replicate() for part in parameter.placements]
+    return [Shard(0) if isinstance(part, Shard) else part for part in parameter.placements]
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:

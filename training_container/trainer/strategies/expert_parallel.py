@@ -26,15 +26,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from trainer.strategies.fsdp import shard
+from trainer.strategies.fsdp import inner_placement, shard
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
 
 EXPERT_DIM = 0
 """The dimension of an expert weight that the expert and tensor axes split."""
-
-SHARD_DIMS = (1, 2)
-"""Those that FSDP may split: the first that its ranks divide, for it splits none but the first dimension unevenly."""
 
 
 def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
@@ -68,9 +65,8 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy
 
 
 def _shard_placement(weight: nn.Parameter, num_ranks: int) -> Shard:
-    for dim in SHARD_DIMS:
-        if weight.size(dim) % num_ranks == 0:
-            return Shard(dim)
+    if (found := inner_placement(weight, num_ranks)) is not None:
+        return found
     raise InputError(
         f"parallelism: each expert's weight {tuple(weight.shape[1:])} can't be split over the {num_ranks} ranks that"
         " hold a copy of it: raise expert, or move ranks from data_shard to data_replicate"

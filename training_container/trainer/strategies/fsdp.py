@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import Shard
 
 from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill_parameters, source_of
@@ -19,6 +20,15 @@ from trainyard.spec.job import FsdpSpec, ResolvedJob
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp64": torch.float64}
 """What FSDP gathers, and what is between the matrix products: fp8 is inside of them."""
+
+_PACKED_DIMS = 3
+"""Of a layer's experts in one weight: (experts, out, in)."""
+
+INNER_DIMS = (1, 2)
+"""Those of an expert, of which FSDP splits the first that its ranks divide: it splits none but dimension 0 unevenly."""
+
+_MOST_PADDING = 1 / 8
+"""Of experts in slots for them: below it they stay whole, as to cut each costs a copy of all where they are gathered."""
 
 
 class FullyShardedStrategy(TorchStrategy):
@@ -78,8 +88,15 @@ def shard_weights(
     stated = settings.reshard_after_forward
     is_dropped = not keep_gathered if stated == "auto" else stated
     units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
+    placements = {weight: placement_of(weight, mesh.size(-1)) for weight in root.parameters()}
     for unit in units:
-        shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=is_dropped)
+        shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=is_dropped,
+            shard_placement_fn=placements.get,
+        )
     shard(root, mesh=mesh, mp_policy=policy)
     _prefetch([unit[0] for unit in units], settings.prefetch_units)
     for module in root.modules():
@@ -89,6 +106,22 @@ def shard_weights(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def placement_of(weight: nn.Parameter, num_ranks: int) -> Shard | None:
+    """Along which dimension so many ranks share a weight; None: the first, as FSDP has it.
+
+    Of packed experts dimension 0 is their number, and FSDP pads what its ranks don't divide: 8 experts of 64 ranks would
+    have 64 slots, gathered and sent, and 8 ranks the training state of all. They are cut inside of each instead.
+    """
+    if weight.ndim != _PACKED_DIMS or -weight.size(0) % num_ranks <= weight.size(0) * _MOST_PADDING:
+        return None
+    return inner_placement(weight, num_ranks)
+
+
+def inner_placement(weight: nn.Parameter, num_ranks: int) -> Shard | None:
+    """Packed experts cut inside of each; None where the ranks divide neither dimension."""
+    return next((Shard(dim) for dim in INNER_DIMS if weight.size(dim) % num_ranks == 0), None)
 
 
 def shard(module: nn.Module | list[nn.Module], **settings: Any) -> None:
