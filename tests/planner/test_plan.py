@@ -15,7 +15,7 @@ from trainyard.launch.checks import warned_by_plan
 from trainyard.planner import Plan, plan, resolve
 from trainyard.planner.configurations import does_not_fit
 from trainyard.planner.render import above_limits, print_plan, usd_of
-from trainyard.planner.results import figure
+from trainyard.planner.results import Configuration, figure
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -243,21 +243,17 @@ def test_what_the_plan_does_not_know_of_deepspeed_is_told(job: MakeJob) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "said"),
-    [
-        ({}, None),
-        ({"reshard_after_forward": False}, None),
-        ({"wrap": "size"}, "wrap: size: more weights"),
-        ({"wrap": "size", "prefetch_units": 2}, "wrap: size, prefetch_units: 2: more weights"),
-    ],
-)
-def test_what_the_plan_does_not_follow_of_fsdps_units_is_told(
-    job: MakeJob, fsdp: dict[str, object], said: str | None
-) -> None:
-    notes = plan(job(parallelism={"data_shard": 128, "fsdp": fsdp})).notes
-    told = [note for note in notes if note.startswith("parallelism.fsdp: ")]
-    assert [note.startswith(f"parallelism.fsdp: {said}") for note in told] == ([True] if said else [])
+def test_what_fsdp_gathers_at_once_is_in_the_plan(job: MakeJob) -> None:
+    """Of a 70B in units of three layers, as of as many asked for ahead; in fewer messages."""
+
+    def planned(**fsdp: object) -> Configuration:
+        return plan(job(parallelism={"data_shard": 128, "fsdp": fsdp})).chosen
+
+    usual, large = planned(), planned(wrap="size", min_parameters=5_000_000_000)
+    for more in (planned(prefetch_units=8), large, planned(reshard_after_forward=False)):
+        assert usual.memory.buffers_gib + 4 < more.memory.buffers_gib
+    assert large.time is not None and usual.time is not None
+    assert large.time.step_seconds < usual.time.step_seconds
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def _glm4_moe(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
         dense_layers=first_dense(config, 1, sizes["layers"]),
         wide_router=True,
+        copies_attention=True,
+        wide_weights=True,
     )
 
 
@@ -68,6 +70,7 @@ def _solar_open(config: Config) -> ModelShape:
         qkv_bias=bool(config.get("attention_bias", False)),
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
         wide_router=True,
+        wide_weights=True,
     )
 
 
@@ -88,6 +91,8 @@ def _minimax_m2(config: Config) -> ModelShape:
         **sizes,
         **routed(config, width=sizes["ffn"], experts=256, per_token=8, experts_names=LOCAL_EXPERT_NAMES),
         qk_norm_whole=True,
+        copies_attention=True,
+        wide_weights=True,
     )
 
 
@@ -114,6 +119,7 @@ def _dots1(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, None, "n_shared_experts"),
         dense_layers=first_dense(config, 0, sizes["layers"]),
         wide_router=True,
+        wide_weights=True,
     )
 
 
@@ -183,11 +189,13 @@ PHIMOE_DEFAULTS = {
 
 
 def _phimoe(config: Config) -> ModelShape:
+    """Its router takes two experts, whatever the configuration says."""
     sizes = common_sizes(config, PHIMOE_DEFAULTS)
+    two = {**config, "num_experts_per_tok": 2}
     return ModelShape(
         **sizes,
         **four_biases(config),
-        **routed(config, width=sizes["ffn"], experts=16, per_token=2, experts_names=("num_local_experts",)),
+        **routed(two, width=sizes["ffn"], experts=16, per_token=2, experts_names=("num_local_experts",)),
         **windows(window_of(config), sizes["layers"]),
         norm="layer",
         head_bias=bool(config.get("lm_head_bias", False)),
@@ -246,6 +254,7 @@ def _exaone_moe(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
         dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=dense),
         wide_router=True,
+        wide_weights=True,
     )
 
 
@@ -274,6 +283,7 @@ def _glm4_moe_lite(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
         dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
+        wide_weights=True,
     )
 
 
@@ -340,6 +350,7 @@ def _afmoe(config: Config) -> ModelShape:
         shared_first=True,
         dense_layers=min(number(config, 1, "num_dense_layers"), sizes["layers"]),
         router_bias=True,
+        wide_weights=True,
     )
 
 
@@ -368,6 +379,7 @@ def _hy_v3(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
         dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
+        wide_weights=True,
     )
 
 

@@ -67,6 +67,7 @@ def _mixtral(config: Config) -> ModelShape:
         **sizes,
         **routed(config, width=sizes["ffn"], experts=8, per_token=2, experts_names=LOCAL_EXPERT_NAMES),
         **windows(window_of(config), sizes["layers"]),
+        wide_weights=True,
     )
 
 
@@ -277,6 +278,7 @@ def _deepseek(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, defaults["n_shared_experts"], "n_shared_experts"),
         dense_layers=first_dense(config, defaults["first_k_dense_replace"], sizes["layers"]),
         wide_router=True,
+        wide_weights=True,
     )
 
 

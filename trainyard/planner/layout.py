@@ -116,6 +116,10 @@ class Layout:
     """Where fused attention's kernel reads a mask, and computes what it hides."""
     keeps_gathered: bool = False
     """FSDP's weights, gathered for the forward pass, stay for the backward one."""
+    unit_parameters: int | None = None
+    """Our own trainer's FSDP gathers as many layers at once as have so many parameters together; None: one."""
+    units_ahead: int = 0
+    """Those units that it asks for before they are needed; 0: FSDP's own order."""
     optimizer: Optimizer = "adamw"
     has_momentum: bool = True
     """SGD keeps an average of the gradients."""
@@ -137,6 +141,8 @@ class Layout:
     """Tensor ranks gather the logits: each computes the loss of all of the vocabulary."""
     loss_chunk_tokens: int | None = None
     """Positions whose logits exist at one time, where the loss is computed in the head; None: a micro-batch's all."""
+    chunks_short_losses: bool = False
+    """The loss of a micro-batch of no more positions than a chunk has is computed in the head as well."""
     rank: Rank = "worst"
     """Whose memory is asked for: the pipeline rank that needs most, or a stated one (Megatron logs the last)."""
     expert_tensor: int | None = None

@@ -179,7 +179,7 @@ def _notes(
     if chosen.time is not None:
         notes += _loading(job, machines, chosen, chosen.time)
         notes.append("start-up (machines, image, data) is not in the hours and dollars")
-    notes += [*_notes_of_deepspeed(chosen.parallelism), *_notes_of_units(chosen.parallelism)]
+    notes += _notes_of_deepspeed(chosen.parallelism)
     if checkpoint is not None and job.compute.spot:
         notes.append(
             f"spot: one reclaim in {SPOT_HOURS_BETWEEN_RECLAIMS:g} h is assumed, nobody publishes a rate; waiting for "
@@ -220,19 +220,6 @@ def _notes_of_deepspeed(parallelism: ParallelismSpec) -> list[str]:
         return []
     unread = unread_keys(parallelism)
     return [f"parallelism.deepspeed: not in memory or time: {', '.join(unread)}"] if unread else []
-
-
-def _notes_of_units(parallelism: ParallelismSpec) -> list[str]:
-    """What the formulas don't follow of how FSDP takes a model apart, which a dry run does."""
-    fsdp = parallelism.fsdp
-    stated = ["wrap: size"] if fsdp.wrap == "size" else []
-    stated += [f"prefetch_units: {fsdp.prefetch_units}"] if fsdp.prefetch_units else []
-    if not stated:
-        return []
-    return [
-        f"parallelism.fsdp: {', '.join(stated)}: more weights may be gathered at once than this memory counts, which is"
-        " of one block and the next; --dry-run counts them"
-    ]
 
 
 def _notes_of_spot(job: JobSpec, quotes: Quotes) -> list[str]:

@@ -263,10 +263,13 @@ def layout_of(
         masks=_masks(job, parallelism),
         fp32_softmax=is_eager and model_type_of(job) not in NARROW_SOFTMAX,
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
+        unit_parameters=parallelism.fsdp.min_parameters if parallelism.fsdp.wrap == "size" else None,
+        units_ahead=parallelism.fsdp.prefetch_units,
         optimizer=job.training.optimizer.kind,
         has_momentum=job.training.optimizer.momentum > 0,
         keeps_average=job.training.optimizer.average_decay is not None,
         loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),
+        chunks_short_losses=job.training.loss == "chunked",
     )
 
 

@@ -35,6 +35,8 @@ class ModelShape:
     """All experts compute all that they are given in one batched product, as nothing chooses (Llama 4)."""
     wide_router: bool = False
     """The router reads its tokens in float32, and keeps that copy."""
+    wide_weights: bool = False
+    """Experts' results are weighted, and added up, in float32."""
     router_bias: bool = False
     """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0

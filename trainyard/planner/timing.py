@@ -635,7 +635,7 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     """ZeRO-3 per micro-batch: parameters gathered forward and backward, gradients scattered."""
     if layout.zero_stage < 3 or (layout.shard_degree == 1 and layout.offload_parameters == "none"):
         return 0.0
-    units = stage.layers + 1
+    units = _num_units(shape, layout, stage) + 1
     times = 0.0
     for params, members in _sharded(stage_params(shape, layout, stage), layout, links):
         gathered = params * (4 if layout.autocast else layout.element_bytes) / units
@@ -649,6 +649,15 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
             reduced = usual if stated is None else params * stated / units
             times += all_gather_seconds(reduced, members, links)
     return times * units
+
+
+def _num_units(shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Messages that a stage's layers are gathered in."""
+    if layout.unit_parameters is None:
+        return stage.layers
+    ends = shape.embedding_params + shape.vocab * shape.hidden * (not shape.tied_embeddings)
+    each = max((shape.params - ends) / shape.layers, 1.0)
+    return math.ceil(stage.layers / math.ceil(layout.unit_parameters / each))
 
 
 def _gradient_trips(layout: Layout) -> int:

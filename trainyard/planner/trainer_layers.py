@@ -436,6 +436,23 @@ class TrainerLayers:
         return self.hidden * self.element * self.shape.experts_per_token
 
     @property
+    def weighed_element(self) -> int:
+        """Bytes of an element of experts' results times their weights."""
+        return max(self.element, 4) if self.shape.wide_weights else self.element
+
+    @property
+    def weighed_bytes(self) -> float:
+        """The same as `rows_bytes` of such results."""
+        return self.rows_bytes * self.weighed_element / self.element
+
+    @property
+    def narrowed_bytes(self) -> float:
+        """The experts' gradient, where it was wide: autograd narrows it before it lets go of what it is made of (but in
+        a recomputed layer, where traces show none)."""
+        is_there = self.weighed_element > self.element and self.layout.recompute == "none"
+        return self.rows_bytes * is_there
+
+    @property
     def expert_product_bytes(self) -> float:
         """One tensor of the routed experts' width."""
         width = self.shape.moe_ffn * self.shape.experts_per_token
@@ -571,7 +588,9 @@ class TrainerLayers:
         if self.shape.logits != "plain":
             return False
         chunk = self.layout.loss_chunk_tokens
-        return chunk is not None and not self._adapts(HEADS) and (self._head_split > 1 or self.tokens > chunk)
+        if chunk is None or self._adapts(HEADS):
+            return False
+        return self._head_split > 1 or self.tokens > chunk or self.layout.chunks_short_losses
 
     @cached_property
     def loss_bytes(self) -> float:

@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainyard.planner.adapters import adapter_params
+from trainyard.planner.fsdp_units import Units, unit_ends
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, StageParams
+from trainyard.planner.stages import Stage, StageParams, expert_slots
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
 
-WEIGHING = 3.0
-"""Of a hidden state of every choice of a token, while the weighted sum of its experts is differentiated in float32:
-the experts' gradient, and the product that becomes the weights'."""
+WEIGHING = 3
+"""Tensors of a hidden state of every choice of a token, while the weighted sum of its experts is differentiated: what
+comes to it, the experts' gradient, and the product that becomes the weights'."""
+
+SPREAD_WEIGHING = 2
+"""Of experts on other ranks, whose results lie in the order of the tokens, no more comes to it than the sum's own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class _Step:
         self._layer = max(params.total - self._root, 0.0) / max(stage.layers, 1)
         self._routed_layers = round(stage.layers * shape.moe_layers / shape.layers)
         # Of a layer with experts: they, and all the rest, which are units of their own where experts are spread.
-        self._experts = shape.expert_params / layout.expert_split if shape.moe_layers else 0.0
+        slots = expert_slots(shape, layout) / max(shape.experts, 1)
+        self._experts = shape.expert_params / layout.expert_split * slots if shape.moe_layers else 0.0
         norms = shape.norms_per_layer * shape.norm_params
         self._rest = (shape.mixing_params + shape.moe_dense_params) / layout.tensor + norms
         if shape.moe_layers:
@@ -65,6 +70,30 @@ class _Step:
         self._params = params.total
         self._passes = stage.layers * stage.in_flight
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
+        self._units = self._taken_apart()
+
+    def _taken_apart(self) -> Units:
+        """The layers as FSDP gathers them."""
+        shape, layout, stage = self._shape, self._layout, self._stage
+        least = layout.unit_parameters
+        ends = None
+        if least is not None and layout.pipeline == 1:
+            # Units are counted in whole layers' parameters, as they are stored, whatever ranks hold of them.
+            stored = self._layers.weight_element if layout.method == "qlora" else 1.0
+            added = adapter_params(shape, layout, 1, has_head=False) if layout.method != "full" else 0.0
+            dense = self._layer * layout.tensor * stored + added
+            routed = (self._rest * layout.tensor + shape.expert_params) * stored + added
+            num_dense = stage.layers - self._routed_layers
+            ends = unit_ends([dense] * num_dense + [routed] * self._routed_layers, least)
+        return Units(
+            num_layers=stage.layers,
+            num_routed=self._routed_layers,
+            dense=self._layer,
+            routed=self._rest if self._layers.is_spread else self._rest + self._experts,
+            ends=ends,
+            num_ahead=layout.units_ahead,
+            keeps_gathered=layout.keeps_gathered,
+        )
 
     @property
     def _is_replicated(self) -> bool:
@@ -76,20 +105,21 @@ class _Step:
         """All that can be the worst."""
         if self._stage.head:
             yield self._at_loss()
+        if self._is_sharded and self._layout.pipeline == 1:
+            yield self._at_first_layer()
         if self._layout.method != "full" and self._layout.pipeline == 1:
             yield from self._in_forward()
-        for number in sorted({0, 1, self._stage.layers - 2, self._stage.layers - 1}):
-            if 0 <= number < self._stage.layers:
-                # Layers without experts are a model's first.
-                if number >= self._routed_layers:
-                    yield from self._in_layer(number)
-                elif self._layers.is_spread and self._is_sharded and self._layout.pipeline == 1:
-                    yield from self._in_spread_layer(number)
-                else:
-                    yield from self._in_routed_layer(number)
+        for number in self._units.dearest:
+            # Layers without experts are a model's first.
+            if number >= self._routed_layers:
+                yield from self._in_layer(number)
+            elif self._layers.is_spread and self._is_sharded and self._layout.pipeline == 1:
+                yield from self._in_spread_layer(number)
+            else:
+                yield from self._in_routed_layer(number)
         yield from self._at_end()
 
-    def _unit(self, number: int) -> float:
+    def _whole(self, number: int) -> float:
         """Parameters of the layer that is `number`th from the stage's end."""
         return self._experts + self._rest if number < self._routed_layers else self._layer
 
@@ -117,23 +147,25 @@ class _Step:
         layers = self._layers
         held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes + self._made_apart()
         # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
-        gathered = self._last_gathered() if layers.loss_is_in_head else 0.0
+        gathered = self._units.after_forward + (self._last_gathered() if layers.loss_is_in_head else 0.0)
         return Moment(held, layers.loss_bytes, self._weights(gathered) + self._received())
 
+    def _at_first_layer(self) -> Moment:
+        """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
+        number = self._stage.layers - 1
+        first = self._units.in_forward(number, is_followed=False) if number >= 0 else 0.0
+        return Moment(self._layers.input_bytes, 0.0, self._weights(first) + self._root * self._layers.element)
+
     def _in_forward(self) -> Iterator[Moment]:
-        """Of adapters, whose backward pass makes next to no gradients: the first layer, a layer while the next one is
-        gathered as well, and the last one's feed-forward block, where QLoRA reads its widest weight."""
+        """Of adapters, whose backward pass makes next to no gradients: a layer while the next one is gathered as well,
+        and the last one's feed-forward block, where QLoRA reads its widest weight."""
         layers = self._layers
         kept, count = layers.kept_bytes, self._stage.layers
-        if self._is_sharded and not self._layout.keeps_gathered:
-            # What FSDP gathered the vocabulary's matrices into stays until the first layer is gathered, too.
-            ends = self._root * layers.element
-            yield Moment(layers.input_bytes, 0.0, self._weights(2 * self._unit(count - 1)) + ends)
         if count > 1:
-            units = self._weights(2 * self._unit(min(1, count - 1)) + self._unit(0))
+            units = self._weights(self._units.in_forward(1))
             yield Moment((self._passes - 1) * kept, 0.0, units)
         held = (self._passes - 1) * kept + 2 * layers.whole_hidden_bytes
-        units = self._weights(2 * self._unit(0))
+        units = self._weights(self._units.in_forward(0))
         if self._routed_layers:
             rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
             last = layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
@@ -146,8 +178,8 @@ class _Step:
         """The backward pass of the layer that is `number`th from the stage's end."""
         layers = self._layers
         others, above = self._others(number), self._above()
-        gradients = self._own_gradients(number)
-        before = self._unit(number - 1) if number else 0.0
+        gradients = self._own_gradients(self._units.num_reduced(number))
+        before = self._units.above(number)
         mlp = self._mlp_weights()
         left = layers.whole_bytes - layers.mlp_bytes
         # The feed-forward block: its last product reads its weight, or its factors have their gradients.
@@ -199,13 +231,17 @@ class _Step:
         """The backward pass of a layer with experts that are all here, or are not gathered one layer at a time."""
         layers = self._layers
         others, above = self._others(number), self._above()
-        gradients = self._own_gradients(number)
-        before = self._unit(number - 1) if number else 0.0
+        gradients = self._own_gradients(self._units.num_reduced(number))
+        before = self._units.above(number)
         whole = layers.whole_routed_bytes
         # Batched experts' results are added up as they are: their gradient, and that of their product.
-        weighing = 2.0 if self._shape.batches_experts else WEIGHING
+        weighing = (
+            2 * layers.rows_bytes
+            if self._shape.batches_experts
+            else WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
+        )
         yield self._moment(
-            others + whole + above + weighing * layers.rows_bytes,
+            others + whole + above + weighing,
             self._weights_and_gradients(number, 0.0, before),
             0.0,
             gradients,
@@ -227,18 +263,19 @@ class _Step:
         layers, element = self._layers, self._layers.element
         others, above = self._others(number), self._above()
         shared = layers.whole_hidden_bytes if self._shape.shared_ffn else 0.0
-        gradients = self._own_gradients(number)
+        gradients = self._own_gradients(self._units.num_reduced(number))
         is_trained = self._layout.method == "full"
-        head = layers.head_weight * self._stage.head * is_trained
-        units = (self._root + 2 * self._rest + head) * element
-        before = self._rest * max(4, element) * (number > 0) * is_trained
+        made = (layers.head_weight * self._stage.head + self._units.made_above(number)) * is_trained
+        units = (self._root + self._units.in_backward(number) + made) * element
+        before = self._units.above(number) * max(4, element) * is_trained
         whole = layers.whole_routed_bytes - layers.shared_bytes
         left = whole - layers.experts_bytes
         # Of what is not recomputed all is there when the experts are gathered for their backward pass.
         there = whole if self._layout.recompute == "none" else left
         gathered, weights = self._gathering(), self._experts * element
         yield Moment(others + there + above + shared, 0.0, units + before + gathered, gradients)
-        weighing = WEIGHING * layers.rows_bytes
+        weighing = SPREAD_WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
+        weighing += layers.hidden * 4 * (layers.weighed_element > element)
         yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
         rows = layers.rows_bytes / self._layout.tensor
         in_block = left + 2 * layers.expert_product_bytes + rows * (2 if is_trained else 1) + above + shared
@@ -275,13 +312,14 @@ class _Step:
     def _in_norms(self, number: int, left: float, made: float) -> Iterator[Moment]:
         """The backward pass of both norms, of a layer of which so much is `left`; `made` as in `_moment`."""
         layers = self._layers
-        others, above, gradients = self._others(number), self._above(), self._own_gradients(number)
-        before = self._unit(number - 1) if number else 0.0
+        others, above = self._others(number), self._above()
+        gradients = self._own_gradients(self._units.num_reduced(number))
+        before = self._units.above(number)
         norm = layers.split_hidden * self._norm_bytes() + above
         second = left - layers.mlp_norm_output_bytes + norm
         yield self._moment(others + second, self._weights_and_gradients(number, made, before), made, gradients)
         # All of a layer's gradients are there from the last of the products that read the first norm's output on.
-        first, unit = layers.norm_input_bytes + norm, self._unit(number)
+        first, unit = layers.norm_input_bytes + norm, self._whole(number)
         first = max(first, layers.last_input_bytes + layers.input_bytes)  # beside the gradient of the residual
         yield self._moment(others + first, self._weights_and_gradients(number, unit, before), unit, gradients)
 
@@ -303,8 +341,9 @@ class _Step:
         gradients = self._own_gradients(self._stage.layers)
         wide = 4 if element < 4 else element
         below = self._layers.input_bytes
+        last = self._units.of(self._stage.layers - 1) if self._stage.layers else 0.0
         yield Moment(below, 0.0, self._root * (element + wide), gradients)
-        yield Moment(below, 0.0, self._root * 2 * element + self._layer * wide, gradients)
+        yield Moment(below, 0.0, self._root * 2 * element + last * wide, gradients)
 
     def _block_tensors(self) -> int:
         """Gradients as wide as the feed-forward block, and what is made on their way, at their most: a thin gate lets
@@ -326,7 +365,7 @@ class _Step:
     def _last_gathered(self) -> float:
         """Of the layer above, what FSDP gathered it into stays until the next one is: of spread experts their own."""
         if not self._layers.is_spread:
-            return self._unit(0)
+            return self._units.of(0)
         return self._experts if self._layout.expert_shard_degree > 1 else 0.0
 
     def _weights(self, gathered: float) -> float:
@@ -342,8 +381,6 @@ class _Step:
             return 0.0
         if layout.pipeline > 1:
             return self._params * (layers.element + (max(4, layers.element) if is_trained else 0))
-        if layout.keeps_gathered:
-            return self._root * layers.element + (self._params - self._root) * layers.weight_element
         return self._root * layers.element + gathered * layers.weight_element
 
     def _adapters(self) -> float:
@@ -353,14 +390,14 @@ class _Step:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
         way, and the head's."""
         layers, layout = self._layers, self._layout
-        below = min(number + 1, self._stage.layers - 1)
-        found = self._weights(self._unit(number) + self._unit(below))
+        found = self._weights(self._units.in_backward(number))
         if layout.method != "full" or layout.pipeline > 1:
             return found
         head = layers.head_weight * self._stage.head
         if not self._is_sharded:
             # They are the rank's own at once.
             return found
+        made += self._units.made_above(number)
         return found + (made + head) * layers.element + before * max(4, layers.element)
 
     def _received(self) -> float:

@@ -93,3 +93,69 @@ def test_frozen_experts_are_cut_over_the_ranks_that_hold_them_alone(kind: str) -
     """LoRA beside experts on several ranks: the plan had each expert cut over the expert ranks a second time."""
     found = agreement(SMALL | MIXTRAL, {"data_shard": 8, "expert": 4}, adapter=kind)
     assert found.static is not None and abs(found.static) < 0.03
+
+
+ROWS = SMALL | {"hidden_size": 4096, "num_attention_heads": 32, "num_experts_per_tok": 4, "vocab_size": 16000}
+"""Of whose experts nothing counts but what they read and give."""
+WEIGHED_WIDE = ROWS | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 256}
+WEIGHED_NARROW = ROWS | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256, "head_dim": 128}
+SPREAD = {"data_shard": 8, "expert": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recompute"),
+    [
+        (WEIGHED_WIDE, None, "full"),
+        pytest.param(WEIGHED_WIDE, None, "none", marks=pytest.mark.slow),
+        pytest.param(WEIGHED_WIDE, SPREAD, "full", marks=pytest.mark.slow),
+        pytest.param(WEIGHED_NARROW, None, "full", marks=pytest.mark.slow),
+        (WEIGHED_NARROW, SPREAD, "full"),
+    ],
+    ids=["wide", "wide-none", "wide-spread", "narrow", "narrow-spread"],
+)
+def test_experts_results_are_weighted_in_the_routers_type(
+    model: dict[str, Any], layout: dict[str, Any] | None, recompute: str
+) -> None:
+    """Three tensors of all chosen experts' results in float32 where they were planned in 16 bits."""
+    training = {"micro_batch_size": 2, "global_batch_size": 16, "activation_checkpointing": recompute}
+    planned, traced = _moving(agreement(model, layout, **training))
+    assert planned == pytest.approx(traced, rel=0.01)
+
+
+LARGE_LAYERS = SMALL | {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 6, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        {"prefetch_units": 2},
+        {"wrap": "size", "min_parameters": 100_000_000},
+        pytest.param({"wrap": "size", "min_parameters": 60_000_000, "prefetch_units": 1}, marks=pytest.mark.slow),
+        pytest.param({"reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param({"wrap": "size", "reshard_after_forward": False}, marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_units_of_fsdp_are_gathered_as_they_are_stated(fsdp: dict[str, Any], method: str) -> None:
+    """A unit was taken as one block: a third too little of a model in units of three."""
+    layout = {"data_shard": 8, "fsdp": fsdp}
+    training = {"micro_batch_size": 1, "global_batch_size": 32, "activation_checkpointing": "full"}
+    tuned = None if method == "full" else method
+    planned, traced = _moving(agreement(LARGE_LAYERS, layout, adapter=tuned, **training))
+    assert planned == pytest.approx(traced, rel=0.04)
+
+
+def test_the_first_layer_is_gathered_beside_what_the_embedding_was_gathered_into() -> None:
+    """The worst moment of few tokens in fp32, where a unit is all of a small model's layers."""
+    layout = {"data_shard": 8, "fsdp": {"wrap": "size"}}
+    planned, traced = _moving(agreement(SMALL, layout, precision="fp32", micro_batch_size=1, global_batch_size=32))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_to_be_chunked_is_computed_in_the_head_though_it_is_one_chunk() -> None:
+    layout = {"data_shard": 4, "context": 2}  # 1,024 positions a rank, all of a chunk
+    found = agreement(SMALL | {"vocab_size": 128256}, layout, loss="chunked", global_batch_size=8)
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.03)
