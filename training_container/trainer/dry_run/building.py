@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainer.dry_run.watch import Answers
+from trainer.models.attention import masks_documents
 from trainer.models.build import outline_model
-from trainer.models.configuration import configuration_in
+from trainer.models.configuration import configuration_in, configuration_of
 from trainer.models.quantized import PARTS
 from trainer.runtime import Runtime
 from trainer.strategies import Strategy, build_strategy, torch_engine
@@ -29,6 +30,7 @@ from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks import task_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.obstacles import separates_documents
 
 _LAYOUTS_WITH_MESH = ("data_shard", "tensor", "pipeline", "context", "expert")
 
@@ -83,10 +85,31 @@ def shortened(job: ResolvedJob, num_micro_batches: int) -> ResolvedJob:
     model = job.spec.model
     if model.attention in ("varlen", "flash_attention_3") and job.parallelism.context == 1:  # refused with more
         model = model.model_copy(update={"attention": "auto"})
+    data = job.spec.data
+    if _keeps_documents_apart_by_offsets(job):
+        # A window wider than the sequence: the kernel takes both without a mask.
+        assert model.config is not None
+        config = model.config | ({"sliding_window": data.sequence_length + 1} if _window_of(job) else {})
+        model = model.model_copy(update={"config": config})
+        data = data.model_copy(update={"document_masks": False})
     recovery = job.spec.recovery.model_copy(update={"elastic": None})  # it would adapt this batch once more
-    return _with_spec(job, training=training, model=model, recovery=recovery).model_copy(
+    return _with_spec(job, training=training, model=model, data=data, recovery=recovery).model_copy(
         update={"gradient_accumulation_steps": num_micro_batches}
     )
+
+
+def _keeps_documents_apart_by_offsets(job: ResolvedJob) -> bool:
+    """Whether a GPU's kernel does (`models/attention.py`), which reads no mask: no other machine has it."""
+    model = job.spec.model
+    if not separates_documents(job.spec) or job.parallelism.context > 1 or model.attention in ("eager", "sdpa"):
+        return False
+    config = configuration_of(job)
+    return model.config is not None and config is not None and not masks_documents(job, config)
+
+
+def _window_of(job: ResolvedJob) -> int | None:
+    window = getattr(configuration_of(job), "sliding_window", None)
+    return int(window) if window else None
 
 
 def _with_spec(job: ResolvedJob, **changes: Any) -> ResolvedJob:

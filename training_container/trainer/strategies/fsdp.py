@@ -28,7 +28,7 @@ INNER_DIMS = (1, 2)
 """Those of an expert, of which FSDP splits the first that its ranks divide: it splits none but dimension 0 unevenly."""
 
 _MOST_PADDING = 1 / 8
-"""Of experts in slots for them: below it they stay whole, as to cut each costs a copy of all where they are gathered."""
+"""Of slots for experts: below it they stay whole, as to cut each costs a copy of all where they are gathered."""
 
 
 class FullyShardedStrategy(TorchStrategy):
@@ -111,8 +111,8 @@ def shard_weights(
 def placement_of(weight: nn.Parameter, num_ranks: int) -> Shard | None:
     """Along which dimension so many ranks share a weight; None: the first, as FSDP has it.
 
-    Of packed experts dimension 0 is their number, and FSDP pads what its ranks don't divide: 8 experts of 64 ranks would
-    have 64 slots, gathered and sent, and 8 ranks the training state of all. They are cut inside of each instead.
+    Of packed experts dimension 0 is their number, and FSDP pads what its ranks don't divide: 8 experts on 64 ranks had
+    64 slots, gathered and sent, and 8 ranks the training state of all. They are cut inside of each instead.
     """
     if weight.ndim != _PACKED_DIMS or -weight.size(0) % num_ranks <= weight.size(0) * _MOST_PADDING:
         return None
