@@ -14,8 +14,11 @@ from trainyard.planner.stages import Stage, vocabulary_split
 _FACTORED = 2
 """Of a whole gradient: its squares, and what rows and columns say of them, which becomes the update."""
 
-_ORTHOGONAL = 5
-"""Of a whole matrix, beside its square: the direction, what it is by now, that scaled, its product, and their sum."""
+_ORTHOGONAL = 3
+"""Of a whole matrix: the direction, what it is by now, and what it becomes."""
+
+_SQUARES = 2
+"""Beside them, of its smaller side: its square, and what it is multiplied with."""
 
 _ADAMW = 2
 """Of a rank's part of what Muon leaves to AdamW: the root of its second moment, and the update."""
@@ -34,12 +37,12 @@ def update_temporary_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> f
     if layout.optimizer != "muon":
         return 0.0
     own_ends = ends / vocabulary_split(shape, layout) / (layout.shard_degree if layout.zero_stage == 3 else 1)
-    matrices = [_ORTHOGONAL * rows * columns + min(rows, columns) ** 2 for rows, columns in _matrices(shape)]
+    matrices = [_ORTHOGONAL * rows * columns + _SQUARES * min(rows, columns) ** 2 for rows, columns in _matrices(shape)]
     if shape.moe_layers:
         # Experts are made orthogonal where they are: one by one in number, but all of a rank's at once.
         split = layout.expert_split if layout.expert_split > 1 else layout.shard_degree
         square = min(shape.hidden, _stack(shape) // shape.hidden) ** 2
-        matrices.append(math.ceil(shape.experts / split) * (_ORTHOGONAL * _stack(shape) + square))
+        matrices.append(math.ceil(shape.experts / split) * (_ORTHOGONAL * _stack(shape) + _SQUARES * square))
     return element * max(_ADAMW * own_ends, *matrices)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer.optimizers.momentum import new_step
 
@@ -39,7 +40,19 @@ def own_part(update: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole `update`, cut as `like` is; nothing is sent."""
     if not isinstance(like, DTensor):
         return update
-    return distribute_tensor(update, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    coordinates = like.device_mesh.get_coordinate()
+    assert coordinates is not None
+    cuts = list(zip(like.placements, coordinates, like.device_mesh.shape, strict=True))
+    # FSDP cuts what tensor parallelism has cut: a rank's rows follow each other, and no copy is made of them.
+    plain = [cut for cut in cuts if isinstance(cut[0], Shard) and not isinstance(cut[0], _StridedShard)]
+    strided = [cut for cut in cuts if isinstance(cut[0], _StridedShard)]
+    for placement, place, size in plain + strided:
+        dim = placement.dim % update.ndim  # type: ignore[attr-defined]  # both kinds have one
+        piece = -(-update.size(dim) // size)
+        begin = min(place * piece, update.size(dim))
+        update = update.narrow(dim, begin, min(piece, update.size(dim) - begin))
+    assert update.shape == like.to_local().shape, f"{like.placements} gives {like.to_local().shape}, not {update.shape}"
+    return update
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,14 +188,19 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """U V^T of each matrix's singular value decomposition, about: singular values end between 0.7 and 1.2.
 
     matrices: (..., rows, columns). In their own type (float32, or float64 in an fp64 job): every layout gets the same
-    numbers, which bf16's rounding would not give.
+    numbers, which bf16's rounding would not give. A product and what is added to it are one operation each: of a
+    matrix of whole experts every further tensor is memory that a step may lack.
     """
     a, b, c = NEWTON_SCHULZ
+    added = torch.addmm if matrices.ndim == _MATRIX_DIMS else torch.baddbmm
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        square = added(gram, gram, gram, beta=b, alpha=c)
+        del gram
+        x = added(x, square, x, beta=a)
+        del square
     result: torch.Tensor = x.mT if is_tall else x
     return result
