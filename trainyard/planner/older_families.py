@@ -50,6 +50,7 @@ def _gpt2(config: Config) -> ModelShape:
         mlp_bias=True,
         learned_positions=learned_positions(config),
         fused_qkv=True,
+        whole_qkv=True,
         activation_tensors=activation_tensors(config.get("activation_function", "gelu_new")),
         dropout=bool(config.get("resid_pdrop", 0.1)),
     )

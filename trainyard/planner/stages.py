@@ -119,8 +119,8 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
     norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params
     dense = blocks / shape.layers * stage.layers / layout.tensor + norms
     if layout.library == "trainyard":
-        # Every tensor rank has them whole: the way down to the latents, and routers.
-        whole = shape.num_attentions * shape.latent_down_params + shape.moe_layers * shape.hidden * shape.experts
+        # Every tensor rank has them whole: what of attention isn't cut, and routers.
+        whole = shape.num_attentions * shape.uncut_attention_params + shape.moe_layers * shape.hidden * shape.experts
         dense += whole / shape.layers * stage.layers * (1 - 1 / layout.tensor)
     if stage.embedding:
         dense += shape.encoder_params / layout.tensor

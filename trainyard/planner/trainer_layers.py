@@ -592,6 +592,11 @@ class TrainerLayers:
             return False
         return self._head_split > 1 or self.tokens > chunk or self.layout.chunks_short_losses
 
+    @property
+    def loss_is_one_chunk(self) -> bool:
+        """Of a loss in the head: of all of a rank's tokens at a time."""
+        return self.tokens <= (self.layout.loss_chunk_tokens or 0)
+
     @cached_property
     def loss_bytes(self) -> float:
         """Logits and loss at their most; where the loss is computed in the head, with its gradients."""
@@ -604,10 +609,14 @@ class TrainerLayers:
                 return self._parts_of_logits_bytes(LOSS_PART_TOKENS / self.tokens)
             return self.tokens * self.shape.vocab * (3 * wide + self.element * is_kept)
         chunk = min(float(self.layout.loss_chunk_tokens or 0), self.tokens)
-        is_one = self.tokens <= (self.layout.loss_chunk_tokens or 0)
+        is_one = self.loss_is_one_chunk
         logits = chunk * entries * (4 + (self.element if self.element < 4 else 0))
         hidden = self.hidden * (4 if self._sums_in_fp32 else self.residual_element)
-        return logits + hidden + self._head_gradient_bytes(is_one=is_one)
+        found = logits + hidden + self._head_gradient_bytes(is_one=is_one)
+        if is_one and self.is_autocast and not self.is_frozen:
+            # A chunk's gradient is widened to its weight's type when its logits are gone.
+            found = max(found, hidden + self.head_weight * (self.element + 4))
+        return found
 
     @property
     def _sums_in_fp32(self) -> bool:

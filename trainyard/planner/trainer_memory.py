@@ -55,8 +55,8 @@ class _Step:
         self._shape, self._layout, self._stage = shape, layout, stage
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight
-        is_tied = shape.tied_embeddings and stage.embedding
-        matrices = stage.embedding + (stage.head and not is_tied)
+        self._is_tied = shape.tied_embeddings and stage.embedding
+        matrices = stage.embedding + (stage.head and not self._is_tied)
         self._root = vocabulary * matrices + shape.learned_positions * shape.hidden * stage.embedding
         self._layer = max(params.total - self._root, 0.0) / max(stage.layers, 1)
         self._routed_layers = round(stage.layers * shape.moe_layers / shape.layers)
@@ -343,7 +343,16 @@ class _Step:
         below = self._layers.input_bytes
         last = self._units.of(self._stage.layers - 1) if self._stage.layers else 0.0
         yield Moment(below, 0.0, self._root * (element + wide), gradients)
-        yield Moment(below, 0.0, self._root * 2 * element + last * wide, gradients)
+        # A matrix that is tied has a gradient of either end, and becomes their sum.
+        made = 3 if self._is_tied and self._stage.head else 1
+        yield Moment(below, 0.0, self._root * (1 + made) * element + last * wide, gradients)
+        # What is sent, and what arrives, which is the rank's own gradient where it isn't added to one; divided by one,
+        # where FSDP is of one rank but others have copies. The head's own, of a loss that is one chunk, is still there.
+        copies = 1 + (layout.num_micro_batches > 1) / layout.shard_degree
+        copies += layout.shard_degree == 1 and layout.data_parallel > 1
+        has_head = self._stage.head and self._layers.loss_is_in_head and self._layers.loss_is_one_chunk
+        head = self._layers.head_weight * has_head
+        yield Moment(below, 0.0, self._root * wide * copies + head * element, gradients)
 
     def _block_tensors(self) -> int:
         """Gradients as wide as the feed-forward block, and what is made on their way, at their most: a thin gate lets

@@ -159,3 +159,53 @@ def test_a_loss_that_is_to_be_chunked_is_computed_in_the_head_though_it_is_one_c
     found = agreement(SMALL | {"vocab_size": 128256}, layout, loss="chunked", global_batch_size=8)
     planned, traced = _moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
+
+
+def test_gpt2s_queries_keys_and_values_are_whole_on_each_tensor_rank() -> None:
+    """A third of a rank's state that no plan had."""
+    found = agreement(GPT2 | {"n_layer": 4, "n_positions": 2048}, {"tensor": 4, "data_shard": 2})
+    assert found.static is not None and abs(found.static) < 0.01
+
+
+FEW_TOKENS = SMALL | {"vocab_size": 128256, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (FEW_TOKENS | {"tie_word_embeddings": True}, {"data_shard": 2, "context": 4}),
+        pytest.param(FEW_TOKENS | {"tie_word_embeddings": True}, {"tensor": 2, "context": 4}, marks=pytest.mark.slow),
+        pytest.param(FEW_TOKENS, {"tensor": 4, "context": 2}, marks=pytest.mark.slow),
+        pytest.param(FEW_TOKENS, {"tensor": 4, "data_replicate": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["tied-fsdp", "tied-tensor", "tensor-context", "copies-of-tensor"],
+)
+def test_the_ends_gradients_can_be_a_steps_worst_moment(model: dict[str, Any], layout: dict[str, Any]) -> None:
+    """Both ends' of a tied matrix and their sum; under `tensor` alone the copies that FSDP makes of what isn't sent."""
+    planned, traced = _moving(agreement(model, layout, activation_checkpointing="full", global_batch_size=32))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+def test_ddp_widens_the_heads_gradient_of_a_loss_in_one_chunk() -> None:
+    """A third of such a step: 2 GB of a vocabulary of 128k that is 4,096 wide."""
+    training = {"loss": "chunked", "global_batch_size": 8}
+    planned, traced = _moving(agreement(FEW_TOKENS, {"data_replicate": 8}, sequence_length=512, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "model"),
+    [
+        ("adafactor", {"tensor": 4, "data_shard": 2}, {"vocab_size": 128256}),
+        pytest.param("muon", {"tensor": 4, "data_shard": 2}, WIDE, marks=pytest.mark.slow),
+    ],
+    ids=["adafactor", "muon"],
+)
+def test_so_can_updates_of_matrices_that_are_cut_twice(
+    kind: str, layout: dict[str, Any], model: dict[str, Any]
+) -> None:
+    training = {"activation_checkpointing": "full", "optimizer": {"kind": kind}}
+    planned, traced = _moving(
+        agreement(SMALL | {"num_key_value_heads": 8} | model, layout, **training, global_batch_size=64)
+    )
+    assert planned == pytest.approx(traced, rel=0.03)

@@ -38,6 +38,7 @@ def agreement(
     adapter: str | None = None,
     attention: str = "auto",
     documents: bool = True,
+    sequence_length: int = 2048,
     **training: Any,
 ) -> Any:
     """Both, of rank 5: of 8 under FSDP, unless another layout is given."""
@@ -47,6 +48,6 @@ def agreement(
     else:
         job = cases.adapted(shard, adapter, config, **training)
     masks = documents and config["model_type"] in DOCUMENT_FAMILIES
-    data = job.data.model_copy(update={"document_masks": masks})
+    data = job.data.model_copy(update={"document_masks": masks, "sequence_length": sequence_length})
     model = job.model.model_copy(update={"attention": attention})
     return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), 5))

@@ -144,12 +144,8 @@ def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
 def _report(job: ResolvedJob, rank: int, steps: Sequence[Step]) -> dict[str, Any]:
     last, count = steps[-1], job.gradient_accumulation_steps
     is_whole = job.parallelism.engine == "torch"
-    memory = {
-        name: _continued([step.at_peak[name] for step in steps], steps, count)
-        if is_whole or name in OF_THE_MODEL
-        else None
-        for name in CATEGORIES
-    }
+    peak = _peak_continued(steps, count)
+    memory = {name: peak[name] if is_whole or name in OF_THE_MODEL else None for name in CATEGORIES}
     kinds = sorted({kind for step in steps for kind in step.messages}, key=lambda kind: (kind.axis, kind.name))
     messages = []
     for kind in kinds:
@@ -203,6 +199,19 @@ def _continued(values: Sequence[int], steps: Sequence[Step], count: int) -> int:
         return values[0]
     few, more = (step.num_micro_batches for step in steps)
     return values[1] + (values[1] - values[0]) * (count - more) // (more - few)
+
+
+def _peak_continued(steps: Sequence[Step], count: int) -> dict[str, int]:
+    """The same of what is held at the peak, by category. What one category has gained at another's cost is no growth:
+    a reduced gradient is a buffer, or the gradient itself, as micro-batches come before it."""
+    first, last = steps[0].at_peak, steps[-1].at_peak
+    gained = {name: max(last[name] - first[name], 0) for name in CATEGORIES}
+    growth = max(sum(last.values()) - sum(first.values()), 0)
+    if not growth:
+        return dict(last)
+    few, more = steps[0].num_micro_batches, steps[-1].num_micro_batches
+    share = growth * (count - more) / (more - few) / sum(gained.values())
+    return {name: last[name] + int(gained[name] * share) for name in CATEGORIES}
 
 
 def _notes(job: ResolvedJob, steps: Sequence[Step]) -> list[str]:

@@ -103,7 +103,9 @@ def shard_weights(
         if isinstance(module, FSDPModule):
             # Sums, not means: the loss is divided by the global number of targets. Plain SUM on the wire, because
             # FSDP2 would otherwise ask for PREMUL_SUM, which gloo lacks and NCCL gets wrong in bf16 (pytorch#190747).
-            module.set_gradient_divide_factor(1.0)
+            # A mesh of one rank (tensor or pipeline alone) divides by one, into a copy of a unit's gradients, if told.
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
 
