@@ -37,6 +37,22 @@ def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head
     return layout.lora_rank * (layers * each + head)
 
 
+def adapter_outputs(shape: ModelShape, layout: Layout) -> float:
+    """Elements of a token that the adapters of a mean layer give, after either of their two matrices."""
+    sizes = _sizes(shape)
+    targets = [name for name in layout.lora_targets if name not in HEADS]
+    reads = {**dict.fromkeys(ATTENTION_OUTPUTS, float(shape.value_dim)), **dict.fromkeys(MLP_OUTPUTS, _width(shape))}
+    both = {"c_proj": shape.value_dim + _width(shape)}
+    given = sum(
+        max(sizes.get(name, 2.0 * shape.hidden) - (both | reads).get(name, shape.hidden), 0) for name in targets
+    )
+    return given + layout.lora_rank * len(targets)
+
+
+def _width(shape: ModelShape) -> float:
+    return (shape.num_mlps * shape.ffn + shape.moe_layers * shape.shared_ffn) / shape.layers
+
+
 def _sizes(shape: ModelShape) -> dict[str, float]:
     """Inputs and outputs of all layers of a name, of one layer of the model."""
     hidden, block = shape.hidden, _block(shape, 1)

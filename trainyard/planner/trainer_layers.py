@@ -17,6 +17,7 @@ from trainyard.planner.adapters import (
     MLP_INPUTS,
     MLP_OUTPUTS,
     QUERY_LATENT_INPUTS,
+    adapter_outputs,
 )
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
@@ -554,7 +555,17 @@ class TrainerLayers:
         each = self.tokens / layout.tensor
         block = self.element * width * (2 if shape.gated_mlp else 1)
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
-        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0)
+        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes
+
+    @property
+    def _selected_adapter_bytes(self) -> float:
+        """Of adapters both products are kept beside the frozen one, but for a layer's very last; and of a layer whose
+        last product reads four bits, that one."""
+        if not self.is_frozen:
+            return 0.0
+        outputs, split = adapter_outputs(self.shape, self.layout), self.layout.tensor
+        is_last_frozen = self.layout.method == "qlora" and not self._adapts(MLP_OUTPUTS)
+        return self.element * self.tokens * outputs / split + self.whole_hidden_bytes * is_last_frozen
 
     @property
     def _selected_delta_bytes(self) -> float:
@@ -617,6 +628,12 @@ class TrainerLayers:
             # A chunk's gradient is widened to its weight's type when its logits are gone.
             found = max(found, hidden + self.head_weight * (self.element + 4))
         return found
+
+    @property
+    def forward_logits_bytes(self) -> float:
+        """Whole logits in the forward pass: beside them one part in float32, and its log-softmax."""
+        part = min(float(LOSS_PART_TOKENS), self.tokens) if self.element < 4 else self.tokens
+        return self.shape.vocab * (self.tokens * self.element + 2 * max(4, self.element) * part)
 
     @property
     def _sums_in_fp32(self) -> bool:

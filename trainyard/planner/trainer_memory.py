@@ -104,7 +104,7 @@ class _Step:
     def moments(self) -> Iterator[Moment]:
         """All that can be the worst."""
         if self._stage.head:
-            yield self._at_loss()
+            yield from self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
         if self._layout.method != "full" and self._layout.pipeline == 1:
@@ -142,13 +142,21 @@ class _Step:
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
         return max(sent, 0.0) * layers.whole_hidden_bytes + split + self._stage.in_flight * layers.mask_bytes
 
-    def _at_loss(self) -> Moment:
+    def _at_loss(self) -> Iterator[Moment]:
         """The last micro-batch in flight has just gone through the head."""
         layers = self._layers
         held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes + self._made_apart()
         # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
         gathered = self._units.after_forward + (self._last_gathered() if layers.loss_is_in_head else 0.0)
-        return Moment(held, layers.loss_bytes, self._weights(gathered) + self._received())
+        is_again, cast = self._layout.recompute != "none", None
+        if is_again:
+            # Autocast's own copies last until the forward pass ends; experts are narrowed without it.
+            head = layers.head_weight * self._stage.head
+            cast = self._params - self._root - self._experts * self._routed_layers + head
+            if not layers.loss_is_in_head:
+                yield Moment(held, layers.forward_logits_bytes, self._weights(gathered, cast) + self._received())
+                cast = head
+        yield Moment(held, layers.loss_bytes, self._weights(gathered, cast) + self._received())
 
     def _at_first_layer(self) -> Moment:
         """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
@@ -377,14 +385,15 @@ class _Step:
             return self._units.of(0)
         return self._experts if self._layout.expert_shard_degree > 1 else 0.0
 
-    def _weights(self, gathered: float) -> float:
-        """Weights that are gathered, so many of layers, or cast."""
+    def _weights(self, gathered: float, cast: float | None = None) -> float:
+        """Weights that are gathered, so many of layers, or cast by autocast: so many, if it isn't all of them."""
         layers, layout = self._layers, self._layout
         is_trained = layout.method == "full"
         if self._is_replicated:
             if not layers.is_autocast:
                 return 0.0
-            cast = self._params - self._root + layers.head_weight * self._stage.head
+            if cast is None:
+                cast = self._params - self._root + layers.head_weight * self._stage.head
             return layers.element * (cast if is_trained else self._adapters())
         if not self._is_sharded:
             return 0.0
@@ -399,7 +408,9 @@ class _Step:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
         way, and the head's."""
         layers, layout = self._layers, self._layout
-        found = self._weights(self._units.in_backward(number))
+        # Of layers that are computed again, autocast has forgotten all but the one.
+        cast = self._whole(number) if layout.recompute != "none" else None
+        found = self._weights(self._units.in_backward(number), cast)
         if layout.method != "full" or layout.pipeline > 1:
             return found
         head = layers.head_weight * self._stage.head

@@ -209,3 +209,23 @@ def test_so_can_updates_of_matrices_that_are_cut_twice(
         agreement(SMALL | {"num_key_value_heads": 8} | model, layout, **training, global_batch_size=64)
     )
     assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapter", "training"),
+    [
+        ({"data_replicate": 8}, None, {"activation_checkpointing": "full", "loss": "logits"}),
+        ({"data_replicate": 8}, None, {"optimizer": {"kind": "sgd"}, "activation_checkpointing": "full"}),
+        ({"data_shard": 8}, "lora", {"activation_checkpointing": "selective"}),
+        pytest.param({"data_shard": 8}, "qlora", {"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+    ],
+    ids=["ddp-casts", "sgd-decay", "lora-products", "qlora-products"],
+)
+def test_what_recomputation_and_decay_leave(
+    layout: dict[str, Any], adapter: str | None, training: dict[str, Any]
+) -> None:
+    """Autocast's copies of layers that are computed again are gone; decay is added to gradients, not to a copy of all
+    of them; of adapted layers both products are kept."""
+    model = LARGE_LAYERS | {"num_key_value_heads": 16}
+    planned, traced = _moving(agreement(model, layout, adapter=adapter, global_batch_size=32, **training))
+    assert planned == pytest.approx(traced, rel=0.03)

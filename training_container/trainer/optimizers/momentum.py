@@ -27,10 +27,22 @@ class Momentum(torch.optim.SGD):
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(
                         parameter, memory_format=torch.preserve_format
                     )
-        self.register_step_post_hook(_count)
 
-
-def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    steps = [state["step"] for state in optimizer.state.values()]
-    if steps:
-        torch._foreach_add_(steps, 1)
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
+        """One update; gradients are altered. Weight decay is added to them where they are: torch would add it to a copy
+        of all of them."""
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = 0.0
+            decayed = [parameter for parameter in group["params"] if decay and parameter.grad is not None]
+            if decayed:
+                torch._foreach_add_([parameter.grad for parameter in decayed], decayed, alpha=decay)
+        try:
+            super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+        steps = [state["step"] for state in self.state.values()]
+        if steps:
+            torch._foreach_add_(steps, 1)
