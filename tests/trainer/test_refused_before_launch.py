@@ -139,6 +139,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "is not measured by this task",
     ),
     "loss of zero_bubble": (job_of(LLAMA, ZERO_BUBBLE, training={"loss": "chunked"}), "loss: chunked"),
+    "loss of an adapted head": (
+        job_of(
+            *(LLAMA, FSDP),
+            source="config",
+            model={"adapter": LORA | {"targets": ["q_proj", "lm_head"]}},
+            training={"loss": "chunked"},
+        ),
+        "loss: chunked can't be had: the adapter on lm_head (model.adapter.targets) adds to what the head gives; set",
+    ),
     "router's loss, cut": (
         job_of(MIXTRAL | {"output_router_logits": True}, {"tensor": 2, "data_shard": 4}),
         "parallelism.tensor above 1",
@@ -412,6 +421,19 @@ def test_a_model_whose_loss_can_not_be_had_in_parts_is_said_before_data_is_read(
     model: dict[str, Any] = {"source": str(tmp_path)} if is_source else {"model": sizes | {"model_type": "granite"}}
     told = refusal(tiny_job("single", 1, **model, loss="chunked"), monkeypatch, tmp_path)
     assert told.startswith("training.loss: chunked can't be had: GraniteForCausalLM changes the logits after its head;")
+    CausalLM().check_model(tiny_job("single", 1, **model))
+
+
+@pytest.mark.parametrize("target", ["head", "key"])
+def test_so_is_an_adapter_on_a_head_of_any_name(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    AutoConfig.for_model("rwkv", hidden_size=32, num_hidden_layers=2, vocab_size=96).save_pretrained(tmp_path)
+    model = {"source": str(tmp_path), "adapter": LORA | {"targets": [target]}, "document_masks": False}
+    job = tiny_job("single", 1, **model, loss="chunked")
+    if target == "head":
+        told = refusal(job, monkeypatch, tmp_path)
+        assert told.startswith("training.loss: chunked can't be had: the adapter on head (model.adapter.targets) adds")
+    else:
+        CausalLM().check_model(job)
     CausalLM().check_model(tiny_job("single", 1, **model))
 
 

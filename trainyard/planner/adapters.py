@@ -7,6 +7,7 @@ with a shared expert one of its width.
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.spec.model_types import HEADS
 
 ATTENTION_INPUTS = frozenset(
     {
@@ -24,8 +25,6 @@ MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "c_fc", "dense_h
 """They read what the norm before the feed-forward block gives."""
 MLP_OUTPUTS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})
 """They read what is inside of that block. GPT-2's attention ends in a `c_proj` too."""
-HEADS = frozenset({"lm_head", "embed_out"})
-"""The output projection: once in a model, not in each layer."""
 
 
 def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head: bool) -> float:

@@ -12,7 +12,6 @@ from functools import cached_property
 from trainyard.planner.adapters import (
     ATTENTION_INPUTS,
     ATTENTION_OUTPUTS,
-    HEADS,
     KEY_LATENT_INPUTS,
     MLP_INPUTS,
     MLP_OUTPUTS,
@@ -22,6 +21,7 @@ from trainyard.planner.adapters import (
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import vocabulary_split
+from trainyard.spec.model_types import HEADS
 
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""

@@ -60,6 +60,9 @@ LINEAR_LAYERS: dict[str, frozenset[str]] = {
 }
 """Model type -> names of linear layers that one of it may have, which an adapter can name."""
 
+HEADS = frozenset({"lm_head", "embed_out"})
+"""The output projection: once in a model, not in each layer."""
+
 
 def position_names(model_type: str | None) -> tuple[str, ...]:
     """What a configuration may call its number of positions; of two that are stated transformers takes the first.

@@ -8,11 +8,11 @@ An obstacle is one line that says what is wrong, where, and what to do instead.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from trainyard.spec.deepspeed_keys import passed_obstacles
-from trainyard.spec.job import JobSpec, ParallelismSpec
-from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS
+from trainyard.spec.job import AdapterSpec, JobSpec, ParallelismSpec
+from trainyard.spec.model_types import CAUSAL_LM_TYPES, HEADS, LINEAR_LAYERS
 from trainyard.spec.support import (
     ATTENTION_LAYERS,
     DOCUMENT_FAMILIES,
@@ -126,7 +126,13 @@ def loss_obstacle(job: JobSpec, layout: ParallelismSpec) -> str | None:
         return f"task {job.task} computes its own"
     if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
         return "zero_bubble goes through the head's gradient twice"
-    return None
+    return None if job.model.adapter is None else head_obstacle(job.model.adapter, HEADS)
+
+
+def head_obstacle(adapter: AdapterSpec, heads: Iterable[str]) -> str | None:
+    """Why the loss can't be computed in a head of one of these names; None where the adapter leaves it as it is."""
+    adapted = [target for target in adapter.targets if target in heads]
+    return f"the adapter on {adapted[0]} (model.adapter.targets) adds to what the head gives" if adapted else None
 
 
 def separates_documents(job: JobSpec) -> bool:

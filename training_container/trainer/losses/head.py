@@ -22,7 +22,7 @@ from trainer.models.routers import noise_told
 from trainer.optimizers import router_bias
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
-from trainyard.spec.obstacles import loss_obstacle
+from trainyard.spec.obstacles import head_obstacle, loss_obstacle
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,10 @@ def _obstacle(model: nn.Module, job: ResolvedJob) -> str | None:
     if obstacle is not None:
         return obstacle
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if (adapter := job.spec.model.adapter) is not None:  # a head of any name, which the spec can't know
+        names = {path.rpartition(".")[2] for path, module in model.named_modules() if module is head}
+        if (obstacle := head_obstacle(adapter, names)) is not None:
+            return obstacle
     if not isinstance(head, nn.Linear) or isinstance(head.weight, DTensor) or not head.weight.is_floating_point():
         return f"the head is no plain linear layer but {type(head).__name__}"
     if not _returns_heads_output(model, head):
