@@ -92,7 +92,7 @@ def test_a_poisoned_batch_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "pipeline"])
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "pipeline", "tensor", "context"])
 def test_a_poisoned_batch_leaves_no_trace_under(tmp_path: Path, layout: str) -> None:
     check(tmp_path, layout)
 

@@ -40,6 +40,7 @@ from trainer.checkpoint.ranges import Range
 from trainer.checkpoint.reading import Transfer
 from trainer.session import GlobalBatch, Session
 from trainer.signals import StopFlag
+from trainer.strategies.parallel import ProductStrategy
 from trainer.strategies.pipelined import PipelineStrategy
 from trainer.tasks.causal_lm import CausalLM
 
@@ -73,7 +74,6 @@ class Faults:
         """Into the trainer's classes."""
         honest_batch, honest_save = Session.next_batch, Session.save
         honest_bring, honest_load = Transfer._bring_whole, Checkpointer.load
-        honest_loss, honest_scaled = CausalLM.loss_sum, PipelineStrategy._scaled_loss
 
         def next_batch(session: Session) -> GlobalBatch:
             self._stop_flag = session.stop_flag
@@ -108,24 +108,36 @@ class Faults:
                 self._at("restore", 0)
             return honest_load(checkpointer, *arguments, **options)
 
-        def loss_sum(task: CausalLM, *arguments: Any) -> torch.Tensor:
-            loss = honest_loss(task, *arguments)
+        Session.next_batch, Session.save, Checkpointer.load = next_batch, save, load  # type: ignore[method-assign]
+        Transfer._bring_whole = bring  # type: ignore[method-assign]
+        self._install_poison()
+        if self._rank == 0:
+            self._tell({"start": True})
+            sys.stdout = _Tee(sys.stdout, lambda line: self._tell({"line": line}))
+
+    def _install_poison(self) -> None:
+        """Wherever an engine makes a loss: some ask the task, layouts that cut sequences or layers do it themselves."""
+        honest_loss, honest_cut = CausalLM.loss_sum, ProductStrategy._loss_sum
+        honest_scaled = PipelineStrategy._scaled_loss
+
+        def poisoned(loss: torch.Tensor) -> torch.Tensor:
             return loss * math.nan if self._is_poisoned and torch.is_grad_enabled() else loss
+
+        def loss_sum(task: CausalLM, *arguments: Any) -> torch.Tensor:
+            return poisoned(honest_loss(task, *arguments))
+
+        def cut_loss_sum(strategy: ProductStrategy, batch: Any) -> torch.Tensor:
+            return poisoned(honest_cut(strategy, batch))
 
         def scaled_loss(strategy: PipelineStrategy, *arguments: torch.Tensor) -> torch.Tensor:
             loss = honest_scaled(strategy, *arguments)
             if self._is_poisoned and torch.is_grad_enabled():
                 strategy._loss_total *= math.nan
-                return loss * math.nan
-            return loss
+            return poisoned(loss)
 
         CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+        ProductStrategy._loss_sum = cut_loss_sum  # type: ignore[method-assign]
         PipelineStrategy._scaled_loss = scaled_loss  # type: ignore[method-assign]
-        Session.next_batch, Session.save, Checkpointer.load = next_batch, save, load  # type: ignore[method-assign]
-        Transfer._bring_whole = bring  # type: ignore[method-assign]
-        if self._rank == 0:
-            self._tell({"start": True})
-            sys.stdout = _Tee(sys.stdout, lambda line: self._tell({"line": line}))
 
     def _await_checkpoint(self, session: Session) -> None:
         """Before a fault whose restore meets the next one: quick steps come there before the first commit."""

@@ -16,6 +16,8 @@ LAYOUTS = {
     "zero2": "{engine: deepspeed, data_replicate: 2, zero_stage: 2}",
     "zero3": "{engine: deepspeed, data_replicate: 2, zero_stage: 3}",
     "pipeline": "{pipeline: 2}",
+    "tensor": "{tensor: 2}",
+    "context": "{context: 2}",
 }
 
 
