@@ -1,26 +1,27 @@
 """What a seed of the parity campaign stands for: a job, and two layouts of which one goes on from the other's save.
 
-Everything that one process can do too is drawn once for both; what is only a layout (degrees, micro-batch,
-recomputation, schedule, loss, sizes of FSDP's and ZeRO's units) is drawn for each. What the trainer refuses is drawn
-again, and told.
+Everything that one process can do too is drawn once for both (`models` has the model); what is only a layout (degrees,
+micro-batch, recomputation, schedule, loss and its chunks, sizes of FSDP's and ZeRO's units) is drawn for each. What the
+trainer refuses is drawn again, and told.
 """
 
 import random
 import re
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
-from trainer_testing.families import FAMILIES, TIED, adapted_linears, adapter
+from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import RunRequest
-from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, strategy_name, tiny_job
+from trainer_testing.tiny import SEQUENCE_LENGTH, strategy_name, tiny_job
 from transformers import AutoConfig
 
+from parity.models import draw_adapter, draw_model, draw_noise
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
 from trainyard.spec.support import DOCUMENT_FAMILIES, OTHER_TENSOR_FAMILIES, PIPELINE_FAMILIES
@@ -30,15 +31,21 @@ MOST_DRAWS = 200
 """Of layouts for one job: so many in a row that are refused would be a fault of the draw."""
 WORLD_SIZES = (1, 2, 2, 2, 3, 4, 4, 4, 6, 8)
 GLOBAL_BATCHES = (8, 12, 16)
-OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd")
-"""adamw_8bit has proofs of its own (`test_eight_bit`): what rounds to 8 bits turns a last digit into a 256th."""
+OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd", "adamw_8bit", "adamw_8bit")
+CHUNKS = (None, None, 5, 16, 64)
+"""Positions of the loss's chunks; None: the trainer's own, of which tiny micro-batches fill no two."""
+_CHUNK_NAMES = ("trainer.losses.linear.CHUNK_TOKENS", "trainer.losses.token_loss.CHUNK_TOKENS")
+_SCALES = {"trainer.optimizers.loss_scaling.INITIAL_SCALE": 2.0**26} | {
+    "trainer.optimizers.loss_scaling.GROWTH_INTERVAL_STEPS": 2
+}
+"""fp16's loss scale moves in most of six steps: it begins beyond what gradients bear, and grows again soon."""
 _OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
 """What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
 _AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "context")
 _JUMPS = frozenset({"apertus"})
 """In fp64 alone, where nothing falls there: the slope of xIELU as transformers has it jumps a millionth below
 zero, and a tiny model's fp32 activations do fall there, so that a last digit becomes 1e-5 of the gradient's norm."""
-_RATES = {"adamw": 3e-3, "muon": 1e-2, "adafactor": 3e-3, "sgd": 5e-2}
+_RATES = {"adamw": 3e-3, "adamw_8bit": 3e-3, "muon": 1e-2, "adafactor": 3e-3, "sgd": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Layout:
     micro_batch_size: int
     recompute: str
     loss: str = "auto"
+    chunk_tokens: int | None = None
 
     @property
     def spec(self) -> ParallelismSpec:
@@ -83,6 +91,12 @@ class Drawn:
     saved_at: int
     first: Layout
     second: Layout
+    is_noisy: bool = False
+    """Something draws numbers in each step, and layouts draw others."""
+    moves_scale: bool = False
+    """fp16's loss scale changes on the way."""
+    micro_batch_size: int | None = None
+    """What all layouts have, where the loss hangs on it: a router's balance does."""
     refused: Counter[str] = field(default_factory=Counter, compare=False)
     """The trainer's lines for layouts that were drawn before these, numbers left out, and how often each came."""
 
@@ -91,6 +105,25 @@ class Drawn:
         """fp64, the proof; fp32; or one of 16 bits, whose resumes alone prove something."""
         return str(self.training["precision"])
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether its figures are compared with one process; if not, that it is resumed bit for bit is the proof."""
+        is_rounded = self.precision in ("bf16", "fp16") or self.training["optimizer"]["kind"] == "adamw_8bit"
+        return not (is_rounded or self.is_noisy)
+
+    @property
+    def whole_batch(self) -> Layout:
+        """The one process that layouts are compared with."""
+        return Layout({}, self.micro_batch_size or self.training["global_batch_size"], "none")
+
+    @property
+    def parts(self) -> Layout:
+        """The same process in other parts, which differs from it by roundings alone: a sequence at a time, or where
+        micro-batches are not to be changed, a few positions of the loss at a time."""
+        if self.micro_batch_size is None:
+            return Layout({}, 1, "none")
+        return Layout({}, self.micro_batch_size, "full", chunk_tokens=7)
+
     def shared(self, source: Path) -> dict[str, Any]:
         """tiny_job's arguments that one process has too. `source`: the base model of an adapter."""
         whole: dict[str, Any] = {"model": self.model} if self.adapter is None else {"source": str(source)}
@@ -98,15 +131,22 @@ class Drawn:
         return whole | {"adapter": self.adapter, "steps": STEPS} | masks | self.training
 
     def alone(self, source: Path, weights: Path) -> RunRequest:
-        """One process: the whole batch at once. It leaves its last weights in the file `weights`."""
-        job = self.shared(source) | {"micro_batch_size": self.training["global_batch_size"]} | _OF_BATCHES
-        return RunRequest("single", last_step=STEPS, job=job, is_packed=self.is_packed, keep_weights=str(weights))
+        """One process, which leaves its last weights in the file `weights`."""
+        return self._request(self.whole_batch, source, keep_weights=str(weights))
 
     def ranks(self, layout: Layout, source: Path, weights: Path, **more: Any) -> RunRequest:
         """A run of `layout`, compared with the weights in the file."""
-        job = layout.job(self.shared(source)) | _OF_BATCHES
+        return self._request(layout, source, weights=str(weights), **more)
+
+    def _request(self, layout: Layout, source: Path, **more: Any) -> RunRequest:
+        chunks = {} if layout.chunk_tokens is None else dict.fromkeys(_CHUNK_NAMES, layout.chunk_tokens)
         return RunRequest(
-            layout.strategy, last_step=STEPS, job=job, is_packed=self.is_packed, weights=str(weights), **more
+            layout.strategy,
+            last_step=STEPS,
+            job=layout.job(self.shared(source)) | _OF_BATCHES,
+            is_packed=self.is_packed,
+            constants=chunks | (_SCALES if self.moves_scale else {}),
+            **more,
         )
 
 
@@ -114,17 +154,28 @@ def draw(seed: int) -> Drawn:
     """The seed's job; always the same one, for one version of this module and of what the trainer refuses."""
     rng = random.Random(seed)
     family = rng.choice((*FAMILIES, *FAMILIES, *sorted(OTHER_TENSOR_FAMILIES)))
-    model = _model(rng, family)
-    tuned = _adapter(rng, model) if family in FAMILIES else None
+    model = draw_model(rng, family)
+    tuned = draw_adapter(rng, model) if family in FAMILIES else None
+    is_noisy = family in FAMILIES and rng.random() < 0.12
+    if is_noisy:
+        model, tuned = draw_noise(rng, model, tuned)
     training = _training(rng, model, tuned)
-    is_packed = model["model_type"] in DOCUMENT_FAMILIES and rng.random() < 0.35
-    job = Drawn(seed, family, model, tuned, training, is_packed, rng.randint(1, STEPS - 1), ONE_BY_ONE, ONE_BY_ONE)
+    job = Drawn(
+        *(seed, family, model, tuned, training),
+        is_packed=model["model_type"] in DOCUMENT_FAMILIES and rng.random() < 0.35,
+        saved_at=rng.randint(1, STEPS - 1),
+        first=ONE_BY_ONE,
+        second=ONE_BY_ONE,
+        is_noisy=is_noisy,
+        moves_scale=training["precision"] == "fp16" and rng.random() < 0.7,
+        micro_batch_size=rng.choice((1, 2, 4)) if model.get("output_router_logits") else None,
+    )
     refused: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         _save_configuration(model, Path(folder))
         first = _supported(rng, job, Path(folder), refused)
         second = _supported(rng, job, Path(folder), refused)
-    return Drawn(seed, family, model, tuned, training, is_packed, job.saved_at, first, second, refused)
+    return replace(job, first=first, second=second, refused=refused)
 
 
 ONE_BY_ONE = Layout({}, 1, "none")
@@ -161,74 +212,17 @@ def refusal(job: Drawn, layout: Layout, source: Path) -> str | None:
     return None
 
 
-def _model(rng: random.Random, family: str) -> dict[str, Any]:
-    heads = rng.choice((4, 4, 6, 8))
-    layers = rng.randint(2, 5)
-    more: dict[str, Any] = {"vocab_size": rng.choice((VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE + 1, 128))}
-    if family.startswith("GPT-2"):
-        return FAMILIES[family] | more | {"n_head": heads, "n_embd": 8 * heads, "n_layer": layers}
-    more |= {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": 8 * heads}
-    more |= {"intermediate_size": rng.choice((40, 48, 72))}
-    keys = rng.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
-    if family in OTHER_TENSOR_FAMILIES:
-        return _other_model(family, heads) | more | {"num_key_value_heads": keys}
-    known = FAMILIES[family]
-    kind = known["model_type"]
-    more["num_key_value_heads"] = heads if kind.startswith(("deepseek", "gpt_neox")) else keys
-    if "head_dim" in known:  # heads that are no part of the hidden size
-        more |= {"head_dim": rng.choice((8, 16)), "hidden_size": rng.choice((32, 40, 48))}
-    if kind in ("llama", "qwen3", "gemma"):
-        more["attention_bias"] = rng.random() < 0.3
-    if kind == "llama":
-        more["mlp_bias"] = rng.random() < 0.3
-    if kind == "mistral":
-        more["sliding_window"] = rng.choice((3, 8, 16))
-    return known | more | _experts(rng, kind)
-
-
-def _experts(rng: random.Random, kind: str) -> dict[str, Any]:
-    """A single expert whose weight is normalized has weight 1, and its router no gradient but roundings, which an
-    optimizer blows up: there are two of them wherever weights are normalized."""
-    number, is_normalized = rng.choice((4, 6, 8)), rng.random() < 0.5
-    if kind == "mixtral":
-        return {"num_local_experts": number, "num_experts_per_tok": rng.randint(2, 3)}
-    chosen = {"num_experts_per_tok": 2 if is_normalized else rng.randint(1, 2)}
-    chosen |= {"moe_intermediate_size": rng.choice((16, 24)), "norm_topk_prob": is_normalized}
-    if kind == "qwen3_moe":
-        return chosen | {"num_experts": number}
-    if kind.startswith("deepseek"):
-        groups = {"n_group": 2, "topk_group": rng.randint(1, 2), "n_shared_experts": rng.randint(1, 2)}
-        return chosen | groups | {"n_routed_experts": number, "first_k_dense_replace": rng.randint(0, 1)}
-    return {}
-
-
-def _other_model(family: str, heads: int) -> dict[str, Any]:
-    """Without dropout, which ranks draw on their own: each has other heads."""
-    return {
-        **{"model_type": family, "max_position_embeddings": 64, "tie_word_embeddings": family in TIED},
-        **{"head_dim": 8, "pad_token_id": 0, "attention_dropout": 0.0, "residual_dropout": 0.0},
-    }
-
-
-def _adapter(rng: random.Random, model: dict[str, Any]) -> dict[str, Any] | None:
-    kind = rng.choices((None, "lora", "qlora"), (70, 22, 8))[0]
-    if kind is None:
-        return None
-    known = adapted_linears(model)
-    usual = next(name for name, stated in FAMILIES.items() if stated["model_type"] == model["model_type"])
-    targets = rng.choice((adapter(usual, kind)["targets"], rng.sample(known, rng.randint(1, len(known)))))
-    return {"kind": kind, "rank": rng.choice((2, 4)), "alpha": 8.0, "targets": list(targets)}
-
-
 def _training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] | None) -> dict[str, Any]:
     is_quantized = tuned is not None and tuned["kind"] == "qlora"
-    precision = rng.choices(("fp64", "fp32", "bf16", "fp16"), (50, 30, 14, 6))[0]
+    precision = rng.choices(("fp64", "fp32", "bf16", "fp16"), (50, 30, 12, 8))[0]
     if is_quantized and precision == "fp64":
         precision = "fp32"
     if model["model_type"] in _JUMPS:
         precision = "fp64"
     # DeepSpeed knows no other, and no fp64: it would be drawn hardly ever.
     kind = "adamw" if precision != "fp64" and rng.random() < 0.5 else rng.choice(OPTIMIZERS)
+    if kind == "adamw_8bit" and precision == "fp64":  # of no use there, and refused
+        kind = "adamw"
     optimizer: dict[str, Any] = {"kind": kind, "weight_decay": rng.choice((0.0, 0.1))}
     if kind == "sgd":
         optimizer |= {"momentum": 0.9, "nesterov": rng.random() < 0.5}
@@ -264,8 +258,12 @@ def _layout(rng: random.Random, job: Drawn) -> Layout | None:
     if rest:
         return None
     size = rng.choice([number for number in range(1, share + 1) if share % number == 0])
+    if job.micro_batch_size is not None:
+        size = job.micro_batch_size
+        if share % size:
+            return None
     recompute = rng.choice(("none", "none", "selective", "full"))
-    return Layout(parallelism, size, recompute, rng.choice(("auto", "logits", "chunked")))
+    return Layout(parallelism, size, recompute, rng.choice(("auto", "logits", "chunked")), rng.choice(CHUNKS))
 
 
 def _degrees(rng: random.Random, world_size: int, job: Drawn) -> dict[str, Any]:

@@ -6,17 +6,19 @@ The long part is `scripts/parity_campaign`; docs/trainer.md says what it has fou
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer_testing import seeds, strategy_worker
+from trainer_testing import seeds, spoiled_worker, strategy_worker
+from trainer_testing.families import FAMILIES
 
 from parity import campaign
 from parity.campaign import Played, play, table
-from parity.draws import OPTIMIZERS, Drawn, Layout, draw
-from parity.whole_jobs import odds, was_gone_on_with, whole_job, worst_difference, worst_tensor
+from parity.draws import CHUNKS, OPTIMIZERS, Drawn, Layout, draw
+from parity.whole_jobs import odds, other_bits, was_gone_on_with, whole_job, worst_difference, worst_tensor
 
 SEEDS = range(1, 101)
 
@@ -46,6 +48,35 @@ def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
     assert {one.is_packed for one in drawn} == {True, False}
     assert len({one.family for one in drawn}) > 20
     assert any(one.first.spec != one.second.spec for one in drawn)
+    assert {layout.chunk_tokens for layout in layouts} == set(CHUNKS)
+    assert any(one.is_noisy for one in drawn) and any(one.moves_scale for one in drawn)
+    assert any(one.adapter and "lm_head" in one.adapter["targets"] for one in drawn)
+
+
+def test_a_loss_of_several_chunks_is_drawn_under_every_kind_of_layout(drawn: list[Drawn]) -> None:
+    kinds = Counter[str]()
+    for one in drawn:
+        for layout in (one.first, one.second):
+            positions = layout.micro_batch_size * 24 // layout.spec.context
+            if layout.loss != "logits" and layout.chunk_tokens is not None and positions > layout.chunk_tokens:
+                kinds[layout.strategy.rstrip("0123456789").partition("2")[0]] += 1
+                assert one.ranks(layout, Path(), Path()).constants["trainer.losses.linear.CHUNK_TOKENS"] < positions
+    assert {"single", "ddp", "fsdp", "hsdp", "zero", "tensor", "pipeline", "context"} <= set(kinds)
+
+
+def test_where_the_loss_hangs_on_micro_batches_all_layouts_have_the_same(drawn: list[Drawn]) -> None:
+    balanced = [one for one in drawn if one.model.get("output_router_logits")]
+    assert balanced
+    for one in balanced:
+        layouts = (one.whole_batch, one.parts, one.first, one.second)
+        assert {layout.micro_batch_size for layout in layouts} == {one.micro_batch_size}
+
+
+def test_what_is_not_compared_is_what_is_rounded_or_noisy(drawn: list[Drawn]) -> None:
+    for one in drawn:
+        rounded = one.precision in ("bf16", "fp16") or one.training["optimizer"]["kind"] == "adamw_8bit"
+        assert one.is_exact == (not rounded and not one.is_noisy)
+    assert Counter(one.is_exact for one in drawn)[True] > 60
 
 
 def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
@@ -68,7 +99,7 @@ def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_
 def ddp(tmp_path: Path) -> Drawn:
     """A small job under data parallelism, then in one process."""
     training: dict[str, Any] = {
-        "optimizer": {},
+        "optimizer": {"kind": "adamw"},
         "precision": "fp64",
         "global_batch_size": 8,
         "learning_rate": 3e-3,
@@ -77,6 +108,50 @@ def ddp(tmp_path: Path) -> Drawn:
     model = draw(2).model | {"vocab_size": 96}
     two = Layout({"data_replicate": 2}, 2, "none")
     return Drawn(0, "Qwen2", model, None, training, False, 3, two, Layout({"data_shard": 2}, 4, "none"))
+
+
+MIXTURE = FAMILIES["Mixtral"] | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+TWO = Layout({"data_replicate": 2}, 2, "none", "chunked", chunk_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changes", "said"),
+    [
+        ("drop the last chunk", {"first": TWO}, "first: numbers are"),
+        pytest.param(
+            "balance the first rank alone",
+            {"model": MIXTURE, "micro_batch_size": 2},
+            "first: numbers are",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "forget the loss scale",
+            {"training": {"precision": "fp16"}, "moves_scale": True},
+            "resumed at its own layout, engine is",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "forget random numbers",
+            {"model": {"attention_dropout": 0.1}, "is_noisy": True},
+            "resumed at its own layout, loss is",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_wrong_edit_is_found(
+    spoil: str, changes: dict[str, Any], said: str, ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing without it."""
+    whole = {name: getattr(ddp, name) | changes.get(name, {}) for name in ("model", "training")}
+    drawn = replace(ddp, **(changes | whole), second=replace(ddp.second, micro_batch_size=2))
+    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
+    for name in ("good", "spoiled"):
+        (tmp_path / name).mkdir()
+    assert play(drawn, tmp_path / "good").problems == []
+    monkeypatch.setenv(spoiled_worker.VARIABLE, spoil)
+    monkeypatch.setattr(campaign, "run", partial(strategy_worker.run, worker="trainer_testing.spoiled_worker"))
+    told = play(drawn, tmp_path / "spoiled")
+    assert any(problem.startswith(said) for problem in told.problems), told.problems
 
 
 @pytest.mark.parametrize(
@@ -119,7 +194,7 @@ def _results(number: int, saved_at: int) -> list[strategy_worker.Result]:
     """What each of a seed's four runs gives, where all is well."""
     begin = saved_at if number > 1 else 0
     losses, norms = ([start - 0.1 * step for step in range(6)][begin:] for start in (4.0, 2.0))
-    whole = {"loss": losses, "grad_norm": norms, "validation": [3.25]}
+    whole = {"loss": losses, "grad_norm": norms, "validation": [3.25], "applied": [True] * len(losses), "engine": {}}
     result = whole | {"weights_error": 1e-15}
     return [whole, result] if number == 0 else [result]
 
@@ -134,6 +209,7 @@ ROW = {"step": 1, "tokens": 48, "loss": 4.0, "grad_norm": 2.0, "learning_rate": 
         ({"step": 2}, "step: [2, 2], one process [1, 2]"),
         ({"validation_loss": 1.0}, "figures: "),
         ({"validation_sets": {"more": {"loss": 1.0}}}, "figures: "),
+        ({"skipped": True}, "figures: "),
         ({"seconds": 5.0, "attempt": 2}, None),
     ],
 )
@@ -175,8 +251,9 @@ def test_a_whole_job_may_be_as_far_off_as_roundings_take_it(
 
 
 def test_what_does_not_learn_proves_nothing(ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    still = {"loss": [4.0] * 6, "grad_norm": [2.0] * 6, "validation": [3.0], "weights_error": 0.0}
-    resumed = {name: value[ddp.saved_at :] if name in ("loss", "grad_norm") else value for name, value in still.items()}
+    still: dict[str, Any] = {"loss": [4.0] * 6, "grad_norm": [2.0] * 6, "applied": [True] * 6}
+    resumed = {name: value[ddp.saved_at :] for name, value in still.items()}
+    still, resumed = (one | {"validation": [3.0], "weights_error": 0.0, "engine": {}} for one in (still, resumed))
     runs = iter([[still, still], [still], [resumed], [resumed]])
     monkeypatch.setattr(campaign, "run", lambda *_: next(runs))
     monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
@@ -201,6 +278,14 @@ def test_the_worst_figure_of_a_whole_job_is_found() -> None:
     assert worst_difference(wanted, wanted) == 0.0
 
 
+def test_a_whole_job_that_is_not_compared_goes_on_bit_for_bit() -> None:
+    assert other_bits([ROW], [dict(ROW)], 0.0) == []
+    (found,) = other_bits([ROW], [ROW | {"loss": math.nextafter(4.0, 5.0)}], 0.0)
+    assert found.startswith("whole job: resumed at its own layout, figures are 2.2e-16 off")
+    (found,) = other_bits([ROW], [ROW], 1e-16)
+    assert found.startswith("whole job: resumed at its own layout, its export is 1.0e-16 off")
+
+
 def test_whole_jobs_are_of_every_kind(drawn: list[Drawn], tmp_path: Path) -> None:
     jobs = []
     for one in drawn:
@@ -214,6 +299,14 @@ def test_whole_jobs_are_of_every_kind(drawn: list[Drawn], tmp_path: Path) -> Non
     assert {content["data"]["document_masks"] for content in contents} == {True, False}
     assert {len(content["data"]["validation"]) for content in contents} == {0, 1, 2}
     assert any("max_bad_records" in content["data"] for content in contents)
+    paths = [source["path"] for source in sources]
+    assert {".gz", ".npy", ".bin", ".parquet", ".jsonl", ""} == {Path(path).suffix for path in paths}
+    assert {"tokenizer", "chat_template"} <= {name for content in contents for name in content["data"]}
+    lengths = {name for content in contents for name in ("steps", "tokens", "epochs") if name in content["training"]}
+    assert lengths == {"steps", "tokens", "epochs"}
+    poisoned = {content["training"].get("on_anomaly") for content in contents}
+    assert poisoned == {None, "skip", "rollback"}
+    assert {job.poisoned is None for job in jobs} == {True, False}
     assert {job.end for job in jobs} == {"terminate", "kill"}
     saves = {name for content in contents for name in content["checkpoint"]}
     assert {"keep_best", "keep_every_steps", "local_directory", "destination"} <= saves

@@ -1,44 +1,40 @@
 """A seed of the parity campaign as a whole job: the trainer's own command on files of a random kind, ended midway.
 
-`draws` has the model, the optimizer and two layouts; here come data of one or two formats (with broken records among
-them), packing, validation sets, when to save and what to keep, and how the first layout's run ends: one rank is told
-to stop, or all are killed. The second layout goes on in the same folder. One process that nobody disturbs is what both
-must equal: every step once, exactly its tokens, its losses, norms, rates and validations within tolerance, and the
-model that is exported in the end.
+`draws` has the model, the optimizer and two layouts; here come data of one or two formats (`files`), packing, a
+tokenizer, validation sets, when to save and what to keep, perhaps a batch whose loss is no number and what is done
+about it, and how the first layout's run ends: one rank is told to stop, or all are killed. The second layout goes on in
+the same folder. One process that nobody disturbs is what both must equal: every step once, exactly its tokens, its
+losses, norms, rates and validations within tolerance, and the model that is exported in the end.
+
+Of a job that isn't compared with one process the first layout goes on, and it must equal itself, undisturbed, to the
+last bit.
 """
 
 import json
 import math
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 from trainer.export import Export, export
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import rows_of, start_faulty_trainer, start_trainer
+from trainer_testing.tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
+from parity import files
 from parity.draws import Drawn, Layout
 
-CHAT = """
-{%- for message in messages %}
-    {{- '<|' + message.role + '|>' + message.content + '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
-_WORDS = ("to", "train", "a", "modél", "you", "need", "some", "text", "and", "time", "\n", "?")
 STEPS_OF_WHOLE = 10
 _SECONDS = 300
 _STOPPED = 75
 """The exit code of whoever wants to be resumed."""
-_COMPARED = ("loss", "grad_norm", "learning_rate", "validation_loss")
+_COMPARED = ("loss", "grad_norm", "learning_rate", "validation_loss", "skipped")
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,21 @@ class WholeJob:
     end_ranks: tuple[int, ...]
     exported: dict[str, bool]
     """How the model is exported: its running average, an adapter merged."""
+    poisoned: int | None = None
+    """The batch, counted from 0, whose loss is no number on one rank."""
+
+    def poison(self, layout: Layout) -> list[dict[str, Any]]:
+        """What goes wrong in every run: of a pipeline's ranks not all have a loss."""
+        if self.poisoned is None:
+            return []
+        world_size = layout.spec.world_size
+        ranks = range(world_size) if layout.spec.pipeline > 1 else [self.drawn.seed % world_size]
+        first = self.poisoned * self.drawn.training["global_batch_size"]
+        return [{"rank": rank, "kind": "poison", "step": 0, "first_sequence": first} for rank in ranks]
+
+    def ends(self) -> list[dict[str, Any]]:
+        """What happens to the first layout's run."""
+        return [{"rank": rank, "kind": self.end, "step": self.end_step} for rank in self.end_ranks]
 
     def file(self, folder: Path, name: str, layout: Layout, *, output: str) -> Path:
         """The job under a layout, written; what it keeps outside `output` lies in folders of that run's own."""
@@ -74,34 +85,17 @@ class WholeJob:
 def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
     """The seed's, with its files in `folder`; `source`: the base model of an adapter, of any vocabulary."""
     rng = random.Random(f"whole job {drawn.seed}")
-    is_packed = rng.random() < 0.7
-    data: dict[str, Any] = {
-        "sequence_length": drawn.training["sequence_length"],
-        "packing": is_packed,
-        "document_masks": drawn.is_packed and is_packed,
-        "shuffle": rng.random() < 0.8,
-    }
-    kinds = [_tokens] if drawn.adapter is not None else rng.sample((_text, _lines, _pairs, _chats, _rows, _tokens), 2)
-    bad = rng.choice((0, 0, 2))
-    sources = [make(rng, folder / f"train-{number}", bad if number == 0 else 0) for number, make in enumerate(kinds)]
-    found = sum(count for _, count in sources)
-    data["train"] = [source for source, _ in sources]
-    data["validation"] = _validation(rng, folder, kinds[0])
-    data |= {"max_bad_records": found} if found else {}
-    if _chats in kinds:
-        (folder / "chat.jinja").write_text(CHAT)
-        data["chat_template"] = str(folder / "chat.jinja")
+    has_tokenizer = rng.random() < 0.4
+    data = _data(rng, drawn, folder, has_tokenizer=has_tokenizer)
     model: dict[str, Any] = {"source": str(source), "adapter": drawn.adapter}
     if drawn.adapter is None:
-        model = {"config": drawn.model | {"vocab_size": rng.choice((257, 264, 300))}}
+        sizes = (VOCAB_SIZE, VOCAB_SIZE + 1) if has_tokenizer else (257, 264, 300)
+        model = {"config": drawn.model | {"vocab_size": rng.choice(sizes)}}
     training = {name: value for name, value in drawn.training.items() if name != "sequence_length"}
-    training |= {"validation_every_steps": rng.choice((None, 2)), "validation_batches": 1} | _course(rng, drawn)
+    training |= {"validation_every_steps": rng.choice((None, 2)), "validation_batches": 1} | _course(rng, drawn, data)
     content: dict[str, Any] = {
-        "name": "whole",
-        "model": model,
-        "data": data,
-        "training": training,
-        "checkpoint": _saves(rng),
+        **{"name": "whole", "model": model, "data": data},
+        **{"training": training, "checkpoint": _saves(rng)},
     }
     end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
     if end == "kill":
@@ -114,19 +108,52 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
         end_step=rng.randint(1 + content["checkpoint"]["every_steps"], STEPS_OF_WHOLE - 2),
         end_ranks=ranks if end == "kill" else (rng.choice(ranks),),
         exported={"average": average, "merge": drawn.adapter is not None and rng.random() < 0.5},
+        poisoned=rng.randint(1, STEPS_OF_WHOLE - 2) if training.get("on_anomaly") is not None else None,
     )
 
 
-def _course(rng: random.Random, drawn: Drawn) -> dict[str, Any]:
+def _data(rng: random.Random, drawn: Drawn, folder: Path, *, has_tokenizer: bool) -> dict[str, Any]:
+    is_packed = rng.random() < 0.7
+    data: dict[str, Any] = {
+        "sequence_length": drawn.training["sequence_length"],
+        "packing": is_packed,
+        "document_masks": drawn.is_packed and is_packed,
+        "shuffle": rng.random() < 0.8,
+    }
+    is_ready_made = rng.random() < 0.2 or (drawn.adapter is not None and not has_tokenizer)
+    kinds = [files.tokens] * rng.randint(1, 2) if is_ready_made else rng.sample(files.MAKERS, 2)
+    bad, count = rng.choice((0, 0, 2)), rng.choice((24, 80))
+    made = [make(rng, folder / f"train-{number}", 0 if number else bad, count) for number, make in enumerate(kinds)]
+    data["train"] = [source for source, _ in made]
+    data["validation"] = []
+    for number in range(rng.randint(0, 2)):
+        source, _ = kinds[0](rng, folder / f"validation-{number}", 0, 80)
+        data["validation"].append(source | ({"name": "more", "every_steps": 3, "batches": 1} if number else {}))
+    if found := sum(count for _, count in made):
+        data["max_bad_records"] = found
+    if has_tokenizer:
+        files.write_tokenizer(rng, folder / "tokenizer")
+        data["tokenizer"] = str(folder / "tokenizer")
+    elif files.chats in kinds:
+        (folder / "chat.jinja").write_text(rng.choice((files.CHAT, files.MARKED_CHAT)))
+        data["chat_template"] = str(folder / "chat.jinja")
+    return data
+
+
+def _course(rng: random.Random, drawn: Drawn, data: dict[str, Any]) -> dict[str, Any]:
     """How long, and what is looked at on the way: of what changes no number, or both layouts' alike."""
     batch, length = drawn.training["global_batch_size"], drawn.training["sequence_length"]
     found: dict[str, Any] = {"steps": STEPS_OF_WHOLE}
     if rng.random() < 0.25:
         found = {"tokens": STEPS_OF_WHOLE * batch * length - rng.randrange(length)}
+    if data["packing"] and {source["format"] for source in data["train"]} == {"tokens"} and rng.random() < 0.5:
+        sequences = sum(map(files.num_ids, data["train"])) / length
+        found = {"epochs": round((STEPS_OF_WHOLE + 0.5) * batch / sequences, 3)}
     if rng.random() < 0.2:
         found["base_batch_size"] = 2 * batch
-    if rng.random() < 0.2:
-        found["on_anomaly"] = "rollback"
+    if rng.random() < 0.3:
+        is_torch = {drawn.first.spec.engine, drawn.second.spec.engine} == {"torch"}
+        found["on_anomaly"] = rng.choice(("rollback", "skip")) if is_torch else "rollback"
     if rng.random() < 0.3:
         found["deterministic"] = True
     return found | {"observe_every_steps": rng.choice((50, 2))}
@@ -149,96 +176,51 @@ def _saves(rng: random.Random) -> dict[str, Any]:
     return found
 
 
-def _validation(rng: random.Random, folder: Path, make: Callable[..., Any]) -> list[dict[str, Any]]:
-    sets = []
-    for number in range(rng.randint(0, 2)):
-        source, _ = make(rng, folder / f"validation-{number}", 0)
-        named = {"name": "more", "every_steps": 3, "batches": 1} if number else {}
-        sets.append(source | named)
-    return sets
-
-
-def _said(rng: random.Random, most: int = 60) -> str:
-    return " ".join(rng.choice(_WORDS) for _ in range(rng.randint(1, most)))
-
-
-def _text(rng: random.Random, folder: Path, _: int) -> tuple[dict[str, Any], int]:
-    folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.txt").write_text(_said(rng, 900), encoding="utf-8")
-    return {"path": str(folder), "format": "text"}, 0
-
-
-def _records(rng: random.Random, path: Path, bad: int, make: Callable[[], dict[str, Any]]) -> tuple[str, int]:
-    lines = [json.dumps(make(), ensure_ascii=False) for _ in range(80)]
-    for _ in range(bad):
-        lines.insert(rng.randrange(len(lines)), rng.choice(("{", '{"other": 1}', "[]")))
-    path = path.with_suffix(".jsonl")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path), bad
-
-
-def _lines(rng: random.Random, folder: Path, bad: int) -> tuple[dict[str, Any], int]:
-    path, found = _records(rng, folder, bad, lambda: {"body": _said(rng)})
-    return {"path": path, "format": "jsonl", "text_field": "body"}, found
-
-
-def _pairs(rng: random.Random, folder: Path, bad: int) -> tuple[dict[str, Any], int]:
-    path, found = _records(rng, folder, bad, lambda: {"ask": _said(rng, 10), "text": _said(rng, 30)})
-    learn = rng.choice(("assistant", "all"))
-    return {"path": path, "format": "jsonl", "prompt_field": "ask", "learn": learn}, found
-
-
-def _chats(rng: random.Random, folder: Path, bad: int) -> tuple[dict[str, Any], int]:
-    def chat() -> dict[str, Any]:
-        turns = [{"role": role, "content": _said(rng, 8)} for _ in range(rng.randint(1, 3)) for role in _ROLES]
-        return {"messages": turns}
-
-    path, found = _records(rng, folder, bad, chat)
-    return {"path": path, "format": "jsonl", "messages_field": "messages"}, found
-
-
-_ROLES = ("user", "assistant")
-
-
-def _rows(rng: random.Random, folder: Path, _: int) -> tuple[dict[str, Any], int]:
-    path = folder.with_suffix(".parquet")
-    pq.write_table(pa.table({"text": [_said(rng) for _ in range(80)]}), path, row_group_size=20)
-    return {"path": str(path), "format": "parquet"}, 0
-
-
-def _tokens(rng: random.Random, folder: Path, _: int) -> tuple[dict[str, Any], int]:
-    path = folder.with_suffix(".npy")
-    np.save(path, np.array([rng.randrange(96) for _ in range(4000)], dtype=np.uint16))
-    return {"path": str(path), "format": "tokens"}, 0
-
-
 def run_whole(job: WholeJob, folder: Path) -> tuple[dict[str, float], list[str]]:
-    """Worst relative differences of a figure from one process: of one that accumulates (`own`), of the disturbed job
-    (`job`); and what did not hold. AssertionError where a run fails."""
-    drawn, batch = job.drawn, job.drawn.training["global_batch_size"]
-    wanted, again = (
-        _ended_well(1, job.file(folder, f"{name}.yaml", Layout({}, size, "none"), output=name), folder / name)
-        for name, size in (("alone", batch), ("again", 1))
-    )
-    faults = [{"rank": rank, "kind": job.end, "step": job.end_step} for rank in job.end_ranks]
-    first = job.file(folder, "first.yaml", drawn.first, output="out")
-    ended = finish(
-        start_faulty_trainer(drawn.first.spec.world_size, first, folder / "out", faults), timeout_seconds=_SECONDS
-    )
-    allowed = {_STOPPED} if job.end == "terminate" else {-signal.SIGKILL, 1}
-    codes = [code for code, _ in ended]
-    assert set(codes) <= allowed, f"{job.end} at step {job.end_step}: {codes}: {_last_words(ended)}"
-    second = job.file(folder, "second.yaml", drawn.second, output="out")
-    rows = _ended_well(drawn.second.spec.world_size, second, folder / "out")
+    """Worst relative differences of a figure from one process: of one in other parts (`own`), of the disturbed job
+    (`job`, `export`); and what did not hold. AssertionError where a run fails."""
+    drawn = job.drawn
+    wanted = _run(job, folder, drawn.whole_batch, "alone")
+    again = _run(job, folder, drawn.parts if drawn.is_exact else drawn.first, "again")
+    _run(job, folder, drawn.first, "out", job.ends())
+    rows = _run(job, folder, drawn.second if drawn.is_exact else drawn.first, "out")
     problems = odds(rows, wanted)
     if not was_gone_on_with(rows):
         problems.append(f"whole job: begun anew, or done at once: attempts {[row['attempt'] for row in rows]}")
-    exports = [exported(job, folder, name) for name in ("alone", "out")]
+    exports = [exported(job, folder, name) for name in ("alone" if drawn.is_exact else "again", "out")]
     if exports[0].keys() != exports[1].keys():
-        problems.append(f"whole job: it exports {sorted(exports[1])}, one process {sorted(exports[0])}")
-    errors = {"own": worst_difference(again, wanted), "job": worst_difference(rows, wanted)}
-    return errors | {"export": worst_tensor(*exports)}, problems
+        problems.append(f"whole job: it exports {sorted(exports[1])}, undisturbed {sorted(exports[0])}")
+    export = worst_tensor(*exports)
+    if not drawn.is_exact:
+        return {}, problems + other_bits(rows, again, export)
+    return {"own": worst_difference(again, wanted), "job": worst_difference(rows, wanted), "export": export}, problems
+
+
+def other_bits(rows: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]], export: float) -> list[str]:
+    """What is not exactly so of a job that was resumed under its own layout as of one that wasn't ended."""
+    error = worst_difference(rows, undisturbed)
+    found = [] if error == 0 else [f"whole job: resumed at its own layout, figures are {error:.1e} off"]
+    return found + ([] if export == 0 else [f"whole job: resumed at its own layout, its export is {export:.1e} off"])
+
+
+def _run(
+    job: WholeJob, folder: Path, layout: Layout, output: str, ends: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """The rows of a run that ended well, or as `ends` has it."""
+    world_size = layout.spec.world_size
+    file = job.file(folder, f"{output}-{len(ends)}.yaml", layout, output=output)
+    faults = [*ends, *job.poison(layout)]
+    if faults:
+        ranks = start_faulty_trainer(world_size, file, folder / output, faults)
+    else:
+        ranks = start_trainer(world_size, file, folder / output)
+    ended = finish(ranks, timeout_seconds=_SECONDS)
+    allowed = {0}
+    if ends:
+        allowed = {_STOPPED} if job.end == "terminate" else {-signal.SIGKILL, 1}
+    codes = {code for code, _ in ended}
+    assert codes <= allowed, f"{output}, {[fault['kind'] for fault in faults]}: {codes}: {_last_words(ended)}"
+    return rows_of(folder / output)
 
 
 def exported(job: WholeJob, folder: Path, output: str) -> dict[str, torch.Tensor]:
@@ -268,12 +250,6 @@ def worst_tensor(wanted: dict[str, torch.Tensor], ours: dict[str, torch.Tensor])
 def _worse(worst: float, error: float) -> float:
     """What is no number, which max() passes over, is worst of all."""
     return max(worst, error) if math.isfinite(error) else math.inf
-
-
-def _ended_well(world_size: int, job: Path, output_dir: Path) -> list[dict[str, Any]]:
-    ended = finish(start_trainer(world_size, job, output_dir), timeout_seconds=_SECONDS)
-    assert [code for code, _ in ended] == [0] * world_size, _last_words(ended)
-    return rows_of(output_dir)
 
 
 def _last_words(ended: list[tuple[int, str]]) -> str:

@@ -8,10 +8,11 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from trainyard.spec.job import ResolvedJob
 MARK = "RESULT "
 VALIDATION_STEP = 999
 Result = dict[str, Any]
+FIGURES = ("loss", "grad_norm", "validation")
 
 
 @dataclass(frozen=True)
@@ -55,24 +57,28 @@ class RunRequest:
     """One process: the file that its last weights are written to."""
     weights: str | None = None
     """Such a file: the last weights are compared with it, tensor by tensor."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """The trainer's constants that have another value in this run, by module and name."""
 
 
-def run(world_size: int, requests: Sequence[RunRequest], timeout_seconds: float = 600) -> list[Result]:
+def run(
+    world_size: int,
+    requests: Sequence[RunRequest],
+    timeout_seconds: float = 600,
+    *,
+    worker: str = "trainer_testing.strategy_worker",
+) -> list[Result]:
     """All requests one after the other in one launch of `world_size` ranks: rank 0's results, in order."""
     asked = json.dumps([asdict(request) for request in requests])
-    output = run_pooled(world_size, "trainer_testing.strategy_worker", asked, timeout_seconds=timeout_seconds)[0]
+    output = run_pooled(world_size, worker, asked, timeout_seconds=timeout_seconds)[0]
     results = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     assert [result["strategy"] for result in results] == [request.strategy for request in requests], output[-4000:]
     return results
 
 
-def worst_relative_error(result: Result, reference: Result) -> float:
+def worst_relative_error(result: Result, reference: Result, keys: Sequence[str] = FIGURES) -> float:
     """Over losses, gradient norms and the validation loss; a reference of more steps is compared from its end."""
-    pairs = [
-        pair
-        for key in ("loss", "grad_norm", "validation")
-        for pair in zip(result[key], reference[key][-len(result[key]) :], strict=True)
-    ]
+    pairs = [pair for key in keys for pair in zip(result[key], reference[key][-len(result[key]) :], strict=True)]
     if not all(math.isfinite(value) for pair in pairs for value in pair):
         return math.inf  # which max() would pass over
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
@@ -104,6 +110,7 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
     targets = global_targets(VALIDATION_STEP, job.spec.training.global_batch_size)
     total = runtime.sum_over_ranks(strategy.evaluate(batches).item())[0] / targets
     seen: Result = {"loss": losses, "grad_norm": grad_norms, "applied": applied, "validation": [total]}
+    seen["engine"] = strategy.engine_state()
     if request.keep_weights:
         torch.save(weights_of(strategy), request.keep_weights)
     if request.weights:
@@ -181,18 +188,26 @@ def main(requests: Sequence[RunRequest]) -> None:
     """Every request, in one process group."""
     with distributed_runtime(cpu_threads=1) as runtime:
         for request in requests:
-            job = tiny_job(request.strategy, runtime.world_size, **request.job)
-            started = time.perf_counter()
-            strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
-            assert strategy.name == request.strategy
-            # As a session does: what is built may have drawn numbers, on one rank more than on another.
-            seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
-            built = time.perf_counter()
-            seen = train(request, job, strategy, runtime)
-            seconds = {"build": built - started, "train": time.perf_counter() - built}
-            strategy.close()
+            with ExitStack() as changed:
+                for name, value in request.constants.items():
+                    changed.enter_context(patch(name, value))
+                seen = _run(request, runtime)
             if runtime.is_first:
-                print(MARK + json.dumps({"strategy": request.strategy, "seconds": seconds, **seen}), flush=True)
+                print(MARK + json.dumps({"strategy": request.strategy, **seen}), flush=True)
+
+
+def _run(request: RunRequest, runtime: Runtime) -> Result:
+    job = tiny_job(request.strategy, runtime.world_size, **request.job)
+    started = time.perf_counter()
+    strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
+    assert strategy.name == request.strategy
+    # As a session does: what is built may have drawn numbers, on one rank more than on another.
+    seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
+    built = time.perf_counter()
+    seen = train(request, job, strategy, runtime)
+    seconds = {"build": built - started, "train": time.perf_counter() - built}
+    strategy.close()
+    return {"seconds": seconds, **seen}
 
 
 if __name__ == "__main__":
