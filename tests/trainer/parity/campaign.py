@@ -47,6 +47,7 @@ from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from benchmarks.machine import describe
 from parity.draws import Drawn, Layout, draw
+from parity.pictures import DrawnPictures, draw_pictures, is_of_pictures, whole_pictures
 from parity.table import TOLERANCES
 from parity.whole_jobs import run_whole, whole_job
 
@@ -93,7 +94,8 @@ def play(drawn: Drawn, folder: Path) -> Played:
     told = Played(drawn.seed, drawn.precision if drawn.is_exact else "bits", *words, drawn.saved_at)
     told.refused, told.commit = dict(drawn.refused), str(describe()["commit"])
     try:
-        _compare(drawn, folder, told)
+        if not isinstance(drawn, DrawnPictures):
+            _compare(drawn, folder, told)
         _play_whole(drawn, folder, told)
     except AssertionError as error:
         told.problems.append(str(error)[-_LAST_WORDS:])
@@ -138,7 +140,8 @@ def _other_bits(same: Result, whole: Result, saved_at: int) -> list[str]:
 def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
     place = folder / "whole"
     place.mkdir()
-    job = whole_job(drawn, place, folder / "base")
+    is_of_pictures = isinstance(drawn, DrawnPictures)
+    job = whole_pictures(drawn, place) if is_of_pictures else whole_job(drawn, place, folder / "base")
     told.whole = f"{job.end} at step {job.end_step}: {json.dumps(job.content).replace(str(folder), 'FOLDER')}"
     errors, problems = run_whole(job, place)
     told.problems += problems
@@ -146,7 +149,7 @@ def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
         return
     told.errors |= {"one process whole": errors["own"], "whole job whole": errors["job"]}
     _judge(told, "whole job", ("whole",))
-    own = max(EXPORTED * errors["own"], told.errors["one process weights"])
+    own = max(EXPORTED * errors["own"], told.errors.get("one process weights", 0.0))
     told.errors |= {"whole job exported": errors["export"], "one process exported": own}
     _judge(told, "whole job", ("exported",))
 
@@ -202,7 +205,7 @@ def table(rows: Sequence[Played]) -> str:
 def play_seed(seed: int) -> Played:
     """The seed's runs, in a folder that goes with them."""
     with tempfile.TemporaryDirectory(prefix="parity-campaign-") as folder:
-        return play(draw(seed), Path(folder))
+        return play(draw_pictures(seed) if is_of_pictures(seed) else draw(seed), Path(folder))
 
 
 def words(row: Played) -> str:

@@ -18,6 +18,7 @@ from trainer_testing.families import FAMILIES
 from parity import campaign
 from parity.campaign import Played, play, table
 from parity.draws import CHUNKS, OPTIMIZERS, Drawn, Layout, draw
+from parity.pictures import draw_pictures, is_of_pictures, whole_pictures
 from parity.whole_jobs import odds, other_bits, was_gone_on_with, whole_job, worst_difference, worst_tensor
 
 SEEDS = range(1, 101)
@@ -312,12 +313,43 @@ def test_whole_jobs_are_of_every_kind(drawn: list[Drawn], tmp_path: Path) -> Non
     assert {"keep_best", "keep_every_steps", "local_directory", "destination"} <= saves
 
 
+def test_some_seeds_have_pictures_of_every_kind(tmp_path: Path) -> None:
+    numbers = [seed for seed in range(1, 400) if is_of_pictures(seed)]
+    assert 0.1 < len(numbers) / 400 < 0.2
+    pictures = [draw_pictures(seed) for seed in numbers]
+    assert {one.precision for one in pictures} == {"fp64", "fp32", "bf16"}
+    assert {one.training["optimizer"]["kind"] for one in pictures} == {"adamw", "sgd"}
+    assert {"single", "ddp", "fsdp", "hsdp", "zero0", "zero1", "zero2", "zero3"} == {
+        layout.strategy for one in pictures for layout in (one.first, one.second)
+    }
+    for one in pictures:
+        for layout in (one.first, one.second):
+            together = layout.micro_batch_size * layout.spec.data_parallel_size
+            assert one.micro_batch_size in (None, together) and one.training["global_batch_size"] % together == 0
+    jobs = []
+    for one in pictures[:30]:
+        (tmp_path / str(one.seed)).mkdir()
+        jobs.append(whole_pictures(one, tmp_path / str(one.seed)).content)
+    assert {content["task"] for content in jobs} == {"image_classification", "vision_language"}
+    assert {content["images"].get("freeze_vision") for content in jobs} == {None, True, False}
+    assert {"source", "config", "adapter"} == {name for content in jobs for name in content["model"]}
+
+
+@pytest.mark.slow
+def test_a_seed_with_pictures_equals_one_process() -> None:
+    number = next(seed for seed in range(1, 99) if is_of_pictures(seed) and draw_pictures(seed).precision == "fp64")
+    told = campaign.play_seed(number)
+    assert told.problems == []
+    assert told.errors["whole job whole"] < 1e-12
+
+
 def test_a_run_that_fails_is_a_problem_and_the_next_seed_is_played(ddp: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> list[strategy_worker.Result]:
         raise AssertionError("rank 1 exited 1: out of tune")
 
     monkeypatch.setattr(campaign, "run", failing)
     monkeypatch.setattr(campaign, "draw", lambda seed: replace(ddp, seed=seed))
+    monkeypatch.setattr(campaign, "is_of_pictures", lambda _: False)
     said: list[Played] = []
     played = seeds.campaign([1, 2], campaign.play_seed, minutes=None, say=said.append)
     assert [row.problems for row in played] == [["rank 1 exited 1: out of tune"]] * 2

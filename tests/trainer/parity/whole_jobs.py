@@ -25,7 +25,7 @@ from trainer.export import Export, export
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import rows_of, start_faulty_trainer, start_trainer
 from trainer_testing.tiny import VOCAB_SIZE
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForImageTextToText
 
 from parity import files
 from parity.draws import Drawn, Layout
@@ -34,7 +34,12 @@ STEPS_OF_WHOLE = 10
 _SECONDS = 300
 _STOPPED = 75
 """The exit code of whoever wants to be resumed."""
-_COMPARED = ("loss", "grad_norm", "learning_rate", "validation_loss", "skipped")
+_READERS: dict[str, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "image_classification": AutoModelForImageClassification,
+    "vision_language": AutoModelForImageTextToText,
+}
+_COMPARED = ("loss", "grad_norm", "learning_rate", "validation_loss", "validation_top1_accuracy", "skipped")
 
 
 @dataclass(frozen=True)
@@ -88,14 +93,14 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
     has_tokenizer = rng.random() < 0.4
     data = _data(rng, drawn, folder, has_tokenizer=has_tokenizer)
     model: dict[str, Any] = {"source": str(source), "adapter": drawn.adapter}
-    if drawn.adapter is None:
+    if drawn.adapter is None:  # else of the base's own size
         sizes = (VOCAB_SIZE, VOCAB_SIZE + 1) if has_tokenizer else (257, 264, 300)
         model = {"config": drawn.model | {"vocab_size": rng.choice(sizes)}}
     training = {name: value for name, value in drawn.training.items() if name != "sequence_length"}
     training |= {"validation_every_steps": rng.choice((None, 2)), "validation_batches": 1} | _course(rng, drawn, data)
     content: dict[str, Any] = {
         **{"name": "whole", "model": model, "data": data},
-        **{"training": training, "checkpoint": _saves(rng)},
+        **{"training": training, "checkpoint": draw_saves(rng)},
     }
     end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
     if end == "kill":
@@ -159,7 +164,8 @@ def _course(rng: random.Random, drawn: Drawn, data: dict[str, Any]) -> dict[str,
     return found | {"observe_every_steps": rng.choice((50, 2))}
 
 
-def _saves(rng: random.Random) -> dict[str, Any]:
+def draw_saves(rng: random.Random) -> dict[str, Any]:
+    """When a whole job saves, where, and what it keeps."""
     found: dict[str, Any] = {
         "every_steps": rng.choice((1, 1, 2, 3)),
         "keep_last": rng.choice((1, 2)),
@@ -229,8 +235,8 @@ def exported(job: WholeJob, folder: Path, output: str) -> dict[str, torch.Tensor
     checkpoints = folder / (f"{output}-destination" if "destination" in job.content["checkpoint"] else output)
     place = folder / f"{output}-export"
     export(Export(str(checkpoints), place, **job.exported))
-    if job.drawn.adapter is None or job.exported["merge"]:
-        _, told = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+    if "adapter" not in job.content["model"] or job.exported["merge"]:
+        _, told = _READERS[job.content.get("task", "causal_lm")].from_pretrained(place, output_loading_info=True)
         assert not any(told.values()), f"{output}: transformers loads it with {told}"
     found: dict[str, torch.Tensor] = {}
     for path in place.glob("*.safetensors"):
@@ -259,8 +265,8 @@ def _last_words(ended: list[tuple[int, str]]) -> str:
 def odds(rows: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> list[str]:
     """What should be exactly the same of a job's rows, and isn't."""
     found = []
-    for name in ("step", "tokens"):
-        ours, theirs = ([row[name] for row in some] for some in (rows, wanted))
+    for name in ("step", "tokens", "images"):
+        ours, theirs = ([row.get(name) for row in some] for some in (rows, wanted))
         if ours != theirs:
             found.append(f"whole job: {name}: {ours}, one process {theirs}")
     ours, theirs = ([sorted(_figures(row)) for row in some] for some in (rows, wanted))
