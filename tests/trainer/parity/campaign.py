@@ -40,6 +40,7 @@ from statistics import median
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
 
+import torch
 from trainer.models.build import build_model
 from trainer_testing.seeds import Seed, command, refused_lines
 from trainer_testing.strategy_worker import FIGURES, Result, RunRequest, run, worst_relative_error
@@ -105,9 +106,10 @@ def play(drawn: Drawn, folder: Path) -> Played:
 
 def _compare(drawn: Drawn, folder: Path, told: Played) -> None:
     source, weights, saved = folder / "base", folder / "weights.pt", folder / "saved"
-    if drawn.adapter is not None:
+    if drawn.base is not None:
         plain = tiny_job("single", 1, model=drawn.model, document_masks=False)
-        build_model(plain, vocab_size=VOCAB_SIZE).save_pretrained(source)
+        model = build_model(plain, vocab_size=VOCAB_SIZE).to(getattr(torch, drawn.base.dtype))
+        model.save_pretrained(source, max_shard_size=drawn.base.max_shard_size)
     alone, own = run(1, [drawn.alone(source, weights), drawn.ranks(drawn.parts, source, weights)], RUN_SECONDS)
     apart = max(alone["loss"]) / min(alone["loss"]) - 1
     if not apart > LEAST_LEARNT:
@@ -115,6 +117,8 @@ def _compare(drawn: Drawn, folder: Path, told: Played) -> None:
     _note(told, "one process", own, alone)
     ranks, others = (drawn.ranks(layout, source, weights) for layout in (drawn.first, drawn.second))
     (whole,) = _run(drawn.first, [replace(ranks, save=str(saved), save_after_step=drawn.saved_at)])
+    if not any(whole["applied"]):
+        told.problems.append("first: no step was made, of which nothing is proved")
     resumed = {"first_step": drawn.saved_at + 1, "load": str(saved)}
     (same,) = _run(drawn.first, [replace(ranks, **resumed)])
     (moved,) = _run(drawn.second, [replace(others, **resumed)])
@@ -147,9 +151,12 @@ def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
     told.problems += problems
     if not drawn.is_exact:
         return
-    told.errors |= {"one process whole": errors["own"], "whole job whole": errors["job"]}
+    own = errors["own"]
+    if drawn.micro_batch_size is not None:  # the command's own parts are the very same computation
+        own = max(own, told.errors.get("one process numbers", 0.0))
+    told.errors |= {"one process whole": own, "whole job whole": errors["job"]}
     _judge(told, "whole job", ("whole",))
-    own = max(EXPORTED * errors["own"], told.errors.get("one process weights", 0.0))
+    own = max(EXPORTED * own, told.errors.get("one process weights", 0.0))
     told.errors |= {"whole job exported": errors["export"], "one process exported": own}
     _judge(told, "whole job", ("exported",))
 
@@ -178,7 +185,8 @@ def _words(drawn: Drawn) -> str:
         name: value for name, value in drawn.model.items() if name not in ("model_type", "max_position_embeddings")
     }
     parts = {"model": model, "adapter": drawn.adapter, "packed": drawn.is_packed} | drawn.training
-    parts |= {"micro-batch": drawn.micro_batch_size, "noisy": drawn.is_noisy, "moves the scale": drawn.moves_scale}
+    parts |= {"micro-batch": drawn.micro_batch_size, "noisy": drawn.is_noisy, "growth": drawn.growth_steps}
+    parts |= {"attention": drawn.attention, "base": drawn.base and asdict(drawn.base)}
     return f"{drawn.family}: {json.dumps(parts)}"
 
 

@@ -35,10 +35,7 @@ OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd", "adamw_8bit", "adamw
 CHUNKS = (None, None, 5, 16, 64)
 """Positions of the loss's chunks; None: the trainer's own, of which tiny micro-batches fill no two."""
 _CHUNK_NAMES = ("trainer.losses.linear.CHUNK_TOKENS", "trainer.losses.token_loss.CHUNK_TOKENS")
-_SCALES = {"trainer.optimizers.loss_scaling.INITIAL_SCALE": 2.0**26} | {
-    "trainer.optimizers.loss_scaling.GROWTH_INTERVAL_STEPS": 2
-}
-"""fp16's loss scale moves in most of six steps: it begins beyond what gradients bear, and grows again soon."""
+_SCALING = "trainer.optimizers.loss_scaling"
 _OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
 """What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
 _AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "context")
@@ -79,6 +76,14 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class BaseFiles:
+    """How the model lies in files, where the job begins with one that exists."""
+
+    dtype: str
+    max_shard_size: str
+
+
+@dataclass(frozen=True)
 class Drawn:
     """A seed: the same job in one process, under `first`, and under `second` from `first`'s save on."""
 
@@ -93,10 +98,13 @@ class Drawn:
     second: Layout
     is_noisy: bool = False
     """Something draws numbers in each step, and layouts draw others."""
-    moves_scale: bool = False
-    """fp16's loss scale changes on the way."""
+    growth_steps: int | None = None
+    """After so many good steps fp16's loss scale grows here, so that it overflows within these few; None: never."""
     micro_batch_size: int | None = None
     """What all layouts have, where the loss hangs on it: a router's balance does."""
+    base: BaseFiles | None = None
+    """Of every adapter, and of some models that are trained whole."""
+    attention: str = "auto"
     refused: Counter[str] = field(default_factory=Counter, compare=False)
     """The trainer's lines for layouts that were drawn before these, numbers left out, and how often each came."""
 
@@ -125,8 +133,9 @@ class Drawn:
         return Layout({}, self.micro_batch_size, "full", chunk_tokens=7)
 
     def shared(self, source: Path) -> dict[str, Any]:
-        """tiny_job's arguments that one process has too. `source`: the base model of an adapter."""
-        whole: dict[str, Any] = {"model": self.model} if self.adapter is None else {"source": str(source)}
+        """tiny_job's arguments that one process has too. `source`: the folder of the base model, if it has one."""
+        whole: dict[str, Any] = {"model": self.model} if self.base is None else {"source": str(source)}
+        whole["attention"] = self.attention
         masks = {} if self.is_packed or self.model["model_type"] in DOCUMENT_FAMILIES else {"document_masks": False}
         return whole | {"adapter": self.adapter, "steps": STEPS} | masks | self.training
 
@@ -139,13 +148,16 @@ class Drawn:
         return self._request(layout, source, weights=str(weights), **more)
 
     def _request(self, layout: Layout, source: Path, **more: Any) -> RunRequest:
-        chunks = {} if layout.chunk_tokens is None else dict.fromkeys(_CHUNK_NAMES, layout.chunk_tokens)
+        constants = {} if layout.chunk_tokens is None else dict.fromkeys(_CHUNK_NAMES, layout.chunk_tokens)
+        if self.growth_steps is not None:
+            constants |= {f"{_SCALING}.INITIAL_SCALE": 2.0 ** (16 + self.growth_steps)}
+            constants |= {f"{_SCALING}.GROWTH_INTERVAL_STEPS": self.growth_steps}
         return RunRequest(
             layout.strategy,
             last_step=STEPS,
             job=layout.job(self.shared(source)) | _OF_BATCHES,
             is_packed=self.is_packed,
-            constants=chunks | (_SCALES if self.moves_scale else {}),
+            constants=constants,
             **more,
         )
 
@@ -167,8 +179,10 @@ def draw(seed: int) -> Drawn:
         first=ONE_BY_ONE,
         second=ONE_BY_ONE,
         is_noisy=is_noisy,
-        moves_scale=training["precision"] == "fp16" and rng.random() < 0.7,
+        growth_steps=rng.choice((1, 2, None)) if training["precision"] == "fp16" else None,
         micro_batch_size=rng.choice((1, 2, 4)) if model.get("output_router_logits") else None,
+        base=_base(rng) if tuned is not None or rng.random() < 0.25 else None,
+        attention=rng.choice(("auto", "auto", "auto", "eager")),
     )
     refused: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +190,10 @@ def draw(seed: int) -> Drawn:
         first = _supported(rng, job, Path(folder), refused)
         second = _supported(rng, job, Path(folder), refused)
     return replace(job, first=first, second=second, refused=refused)
+
+
+def _base(rng: random.Random) -> BaseFiles:
+    return BaseFiles(rng.choice(("float32", "float32", "bfloat16")), rng.choice(("5GB", "20KB")))
 
 
 ONE_BY_ONE = Layout({}, 1, "none")
@@ -226,6 +244,8 @@ def _training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] |
     optimizer: dict[str, Any] = {"kind": kind, "weight_decay": rng.choice((0.0, 0.1))}
     if kind == "sgd":
         optimizer |= {"momentum": 0.9, "nesterov": rng.random() < 0.5}
+    elif rng.random() < 0.3:
+        optimizer["betas"] = (0.8, 0.99)
     if rng.random() < 0.2:
         optimizer["average_decay"] = 0.7
     if model["model_type"] == "deepseek_v3" and tuned is None and rng.random() < 0.5:
@@ -292,11 +312,17 @@ def _degrees(rng: random.Random, world_size: int, job: Drawn) -> dict[str, Any]:
 def _zero(rng: random.Random, world_size: int) -> dict[str, Any]:
     stage = rng.randint(0, 3)
     found: dict[str, Any] = {"engine": "deepspeed", "data_replicate": world_size, "zero_stage": stage}
-    sizes: dict[str, Any] = {"reduce_bucket_elements": rng.choice(("auto", 3_000))}
+    sizes: dict[str, Any] = {
+        "reduce_bucket_elements": rng.choice(("auto", 3_000)),
+        "overlap": rng.choice(("auto", True, False)),
+    }
     if stage and rng.random() < 0.3:
         found["offload"] = "cpu"
         if stage == 3 and rng.random() < 0.5:
             sizes["offload_parameters"] = "cpu"
     if stage == 3:
         sizes |= {"persistence_threshold_elements": rng.choice((0, 100, 100_000))}
+        sizes |= {"prefetch_elements": rng.choice(("auto", 0, 2_000)), "max_live_elements": rng.choice(("auto", 5_000))}
+    elif stage:
+        sizes["allgather_bucket_elements"] = rng.choice(("auto", 3_000))
     return found | {"zero": sizes}

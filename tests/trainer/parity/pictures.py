@@ -127,7 +127,7 @@ def _ended(rng: random.Random, drawn: DrawnPictures, sections: dict[str, Any], *
         "name": "whole",
         "task": "vision_language" if is_language else "image_classification",
         "training": training,
-        "checkpoint": draw_saves(rng),
+        "checkpoint": draw_saves(rng, validates=bool(sections["data"]["validation"])),
     }
     end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
     if end == "kill":

@@ -50,7 +50,11 @@ def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
     assert len({one.family for one in drawn}) > 20
     assert any(one.first.spec != one.second.spec for one in drawn)
     assert {layout.chunk_tokens for layout in layouts} == set(CHUNKS)
-    assert any(one.is_noisy for one in drawn) and any(one.moves_scale for one in drawn)
+    assert {one.attention for one in drawn} == {"auto", "eager"}
+    bases = [one.base for one in drawn if one.base is not None]
+    assert len({(base.dtype, base.max_shard_size) for base in bases}) == 4
+    assert any(one.base is not None and one.adapter is None for one in drawn)
+    assert any(one.is_noisy for one in drawn) and any(one.growth_steps for one in drawn)
     assert any(one.adapter and "lm_head" in one.adapter["targets"] for one in drawn)
 
 
@@ -88,7 +92,7 @@ def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
     assert not any("\n" in reason for reason in refused)
 
 
-@pytest.mark.parametrize("seed", [30, pytest.param(44, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [41, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_path: Path) -> None:
     told = play(draw(seed), tmp_path)
     assert told.problems == []
@@ -106,7 +110,7 @@ def ddp(tmp_path: Path) -> Drawn:
         "learning_rate": 3e-3,
         "sequence_length": 24,
     }
-    model = draw(2).model | {"vocab_size": 96}
+    model = FAMILIES["Qwen2"]
     two = Layout({"data_replicate": 2}, 2, "none")
     return Drawn(0, "Qwen2", model, None, training, False, 3, two, Layout({"data_shard": 2}, 4, "none"))
 
@@ -127,7 +131,7 @@ TWO = Layout({"data_replicate": 2}, 2, "none", "chunked", chunk_tokens=16)
         ),
         pytest.param(
             "forget the loss scale",
-            {"training": {"precision": "fp16"}, "moves_scale": True},
+            {"training": {"precision": "fp16"}, "growth_steps": 1},
             "resumed at its own layout, engine is",
             marks=pytest.mark.slow,
         ),
@@ -260,6 +264,17 @@ def test_what_does_not_learn_proves_nothing(ddp: Drawn, tmp_path: Path, monkeypa
     monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
     (problem,) = play(ddp, tmp_path).problems
     assert problem.startswith("one process: what doesn't learn proves nothing")
+
+
+def test_where_no_step_is_made_nothing_is_proved(ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([_results(number, ddp.saved_at) for number in range(4)])
+
+    def skipping(*_: Any) -> list[strategy_worker.Result]:
+        return [result | {"applied": [False] * len(result["loss"])} for result in next(runs)]
+
+    monkeypatch.setattr(campaign, "run", skipping)
+    monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
+    assert play(ddp, tmp_path).problems == ["first: no step was made, of which nothing is proved"]
 
 
 def test_what_is_no_number_is_worst_of_all() -> None:

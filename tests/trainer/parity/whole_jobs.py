@@ -88,19 +88,19 @@ class WholeJob:
 
 
 def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
-    """The seed's, with its files in `folder`; `source`: the base model of an adapter, of any vocabulary."""
+    """The seed's, with its files in `folder`; `source`: the base model, if it begins with one."""
     rng = random.Random(f"whole job {drawn.seed}")
     has_tokenizer = rng.random() < 0.4
     data = _data(rng, drawn, folder, has_tokenizer=has_tokenizer)
     model: dict[str, Any] = {"source": str(source), "adapter": drawn.adapter}
-    if drawn.adapter is None:  # else of the base's own size
+    if drawn.base is None:  # else of the base's own size
         sizes = (VOCAB_SIZE, VOCAB_SIZE + 1) if has_tokenizer else (257, 264, 300)
         model = {"config": drawn.model | {"vocab_size": rng.choice(sizes)}}
     training = {name: value for name, value in drawn.training.items() if name != "sequence_length"}
     training |= {"validation_every_steps": rng.choice((None, 2)), "validation_batches": 1} | _course(rng, drawn, data)
     content: dict[str, Any] = {
-        **{"name": "whole", "model": model, "data": data},
-        **{"training": training, "checkpoint": draw_saves(rng)},
+        **{"name": "whole", "model": model | {"attention": drawn.attention}, "data": data},
+        **{"training": training, "checkpoint": draw_saves(rng, validates=bool(data["validation"]))},
     }
     end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
     if end == "kill":
@@ -125,7 +125,7 @@ def _data(rng: random.Random, drawn: Drawn, folder: Path, *, has_tokenizer: bool
         "document_masks": drawn.is_packed and is_packed,
         "shuffle": rng.random() < 0.8,
     }
-    is_ready_made = rng.random() < 0.2 or (drawn.adapter is not None and not has_tokenizer)
+    is_ready_made = rng.random() < 0.2 or (drawn.base is not None and not has_tokenizer)
     kinds = [files.tokens] * rng.randint(1, 2) if is_ready_made else rng.sample(files.MAKERS, 2)
     bad, count = rng.choice((0, 0, 2)), rng.choice((24, 80))
     made = [make(rng, folder / f"train-{number}", 0 if number else bad, count) for number, make in enumerate(kinds)]
@@ -142,6 +142,8 @@ def _data(rng: random.Random, drawn: Drawn, folder: Path, *, has_tokenizer: bool
     elif files.chats in kinds:
         (folder / "chat.jinja").write_text(rng.choice((files.CHAT, files.MARKED_CHAT)))
         data["chat_template"] = str(folder / "chat.jinja")
+    if rng.random() < 0.2:
+        data["shared_tokens"] = True
     return data
 
 
@@ -161,10 +163,10 @@ def _course(rng: random.Random, drawn: Drawn, data: dict[str, Any]) -> dict[str,
         found["on_anomaly"] = rng.choice(("rollback", "skip")) if is_torch else "rollback"
     if rng.random() < 0.3:
         found["deterministic"] = True
-    return found | {"observe_every_steps": rng.choice((50, 2))}
+    return found | {"observe_every_steps": rng.choice((50, 2)), "phase_ranges": rng.random() < 0.2}
 
 
-def draw_saves(rng: random.Random) -> dict[str, Any]:
+def draw_saves(rng: random.Random, *, validates: bool) -> dict[str, Any]:
     """When a whole job saves, where, and what it keeps."""
     found: dict[str, Any] = {
         "every_steps": rng.choice((1, 1, 2, 3)),
@@ -174,7 +176,7 @@ def draw_saves(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         found["keep_every_steps"] = 2
     if rng.random() < 0.3:
-        found["keep_best"] = {"metric": "loss"}
+        found["keep_best"] = {"metric": rng.choice(("loss", "validation_loss")) if validates else "loss"}
     if rng.random() < 0.3:
         found["local_directory"] = "its own"
     if rng.random() < 0.3:
@@ -235,7 +237,7 @@ def exported(job: WholeJob, folder: Path, output: str) -> dict[str, torch.Tensor
     checkpoints = folder / (f"{output}-destination" if "destination" in job.content["checkpoint"] else output)
     place = folder / f"{output}-export"
     export(Export(str(checkpoints), place, **job.exported))
-    if "adapter" not in job.content["model"] or job.exported["merge"]:
+    if job.content["model"].get("adapter") is None or job.exported["merge"]:
         _, told = _READERS[job.content.get("task", "causal_lm")].from_pretrained(place, output_loading_info=True)
         assert not any(told.values()), f"{output}: transformers loads it with {told}"
     found: dict[str, torch.Tensor] = {}

@@ -51,6 +51,7 @@ def tiny_job(
     steps: int = 20,
     sequence_length: int = SEQUENCE_LENGTH,
     document_masks: bool = True,
+    attention: str = "auto",
     **training: Any,
 ) -> ResolvedJob:
     """The job under one layout: global batch 16, of which two micro-batches accumulate on every rank, or two for each
@@ -78,7 +79,8 @@ def tiny_job(
     spec = JobSpec.model_validate(
         {
             "name": "tiny",
-            "model": {"source": source, "adapter": adapter} if source else {"config": model or MODEL},
+            "model": ({"source": source, "adapter": adapter} if source else {"config": model or MODEL})
+            | {"attention": attention},
             "data": {
                 "train": [{"path": "unused", "format": "text"}],
                 "sequence_length": sequence_length,
