@@ -16,8 +16,9 @@ recomputation, unit sizes and chunks of the loss. What must hold of each:
 
 Equal means `TOLERANCES`: 1e-7 in float64, 1e-5 in float32, where of weights only a hundredth is asked: optimizers
 divide small gradients by their own size. Some jobs make more of a rounding than that (a random model's router under
-Muon, norms that begin at zero under Adafactor): one process runs twice, the second time a sequence at a time, and
-layouts may be `OWN_FACTOR` times as far off as it is from itself, but never more than `MOST`.
+Muon, norms that begin at zero under Adafactor): one process runs twice, the second time a sequence at a time (and for
+three or six ranks in another `OTHER_SCALE`), and layouts may be `OWN_FACTOR` times as far off as it is from itself, but
+never more than `MOST`.
 
 Jobs that are rounded to 16 bits or 8 (bf16, fp16, 8-bit AdamW), or draw numbers in each step (dropout, noise in
 routers), are not compared so: of them only the loss is held against one process, loosely (`ROUGH`). They prove their
@@ -61,6 +62,9 @@ MOST = {"fp64": 1e-5, "fp32": 1e-3, "bits": ROUGH}
 """What no rounding of one process makes up for: of a job whose own is more, nothing is proved."""
 LEAST_LEARNT = 1e-4
 """Of the loss: how far the steps of one process lie apart, at least."""
+OTHER_SCALE = 3.0
+"""Of the loss of the process that accumulates, where a layout has three or six ranks: many norms round to fp32 in fp64
+jobs, too, and what is divided by three is rounded otherwise. One process in that scale has their very figures."""
 RUN_SECONDS = 300
 EXPORTED = 30.0
 """How many times as far off as its figures one process's weights may be, if not more by the engines' runs: those of
@@ -110,7 +114,8 @@ def _compare(drawn: Drawn, folder: Path, told: Played) -> None:
         plain = tiny_job("single", 1, model=drawn.model, document_masks=False)
         model = build_model(plain, vocab_size=VOCAB_SIZE).to(getattr(torch, drawn.base.dtype))
         model.save_pretrained(source, max_shard_size=drawn.base.max_shard_size)
-    alone, own = run(1, [drawn.alone(source, weights), drawn.ranks(drawn.parts, source, weights)], RUN_SECONDS)
+    parts = drawn.ranks(drawn.parts, source, weights, loss_scale=_scale(drawn))
+    alone, own = run(1, [drawn.alone(source, weights), parts], RUN_SECONDS)
     apart = max(alone["loss"]) / min(alone["loss"]) - 1
     if not apart > LEAST_LEARNT:
         told.problems.append(f"one process: what doesn't learn proves nothing: {alone['loss']}")
@@ -126,6 +131,11 @@ def _compare(drawn: Drawn, folder: Path, told: Played) -> None:
         _note(told, name, result, alone)
         _judge(told, name)
     told.problems += _other_bits(same, whole, drawn.saved_at)
+
+
+def _scale(drawn: Drawn) -> float:
+    is_divided = any(layout.spec.world_size % 3 == 0 for layout in (drawn.first, drawn.second))
+    return OTHER_SCALE if is_divided and drawn.is_exact else 1.0
 
 
 def _other_bits(same: Result, whole: Result, saved_at: int) -> list[str]:
@@ -151,9 +161,7 @@ def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
     told.problems += problems
     if not drawn.is_exact:
         return
-    own = errors["own"]
-    if drawn.micro_batch_size is not None:  # the command's own parts are the very same computation
-        own = max(own, told.errors.get("one process numbers", 0.0))
+    own = max(errors["own"], told.errors.get("one process numbers", 0.0))  # the command has one scale alone
     told.errors |= {"one process whole": own, "whole job whole": errors["job"]}
     _judge(told, "whole job", ("whole",))
     own = max(EXPORTED * own, told.errors.get("one process weights", 0.0))

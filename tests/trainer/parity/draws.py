@@ -32,13 +32,15 @@ MOST_DRAWS = 200
 WORLD_SIZES = (1, 2, 2, 2, 3, 4, 4, 4, 6, 8)
 GLOBAL_BATCHES = (8, 12, 16)
 OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd", "adamw_8bit", "adamw_8bit")
-CHUNKS = (None, None, 5, 16, 64)
+CHUNKS = (None, 5, 16, 64)
 """Positions of the loss's chunks; None: the trainer's own, of which tiny micro-batches fill no two."""
 _CHUNK_NAMES = ("trainer.losses.linear.CHUNK_TOKENS", "trainer.losses.token_loss.CHUNK_TOKENS")
 _SCALING = "trainer.optimizers.loss_scaling"
 _OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
 """What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
-_AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "context")
+_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble", "zero_bubble")
+"""Half of the last are refused for their stages, others for what is recomputed or for experts."""
+_AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "pipeline", "context")
 _JUMPS = frozenset({"apertus"})
 """In fp64 alone, where nothing falls there: the slope of xIELU as transformers has it jumps a millionth below
 zero, and a tiny model's fp32 activations do fall there, so that a last digit becomes 1e-5 of the gradient's norm."""
@@ -294,7 +296,7 @@ def _degrees(rng: random.Random, world_size: int, job: Drawn) -> dict[str, Any]:
         axis = rng.choice(axes)
         found[axis] = found.get(axis, 1) * factor
     if found.get("pipeline", 1) > 1:
-        found["pipeline_schedule"] = rng.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
+        found["pipeline_schedule"] = rng.choice(_SCHEDULES)
     shards = found.get("data_shard", 1) * found.get("context", 1)
     has_experts = any("expert" in name for name in job.model)
     if has_experts and shards > 1 and rng.random() < 0.7:

@@ -4,6 +4,7 @@ The long part is `scripts/parity_campaign`; docs/trainer.md says what it has fou
 """
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from parity.draws import CHUNKS, OPTIMIZERS, Drawn, Layout, draw
 from parity.pictures import draw_pictures, is_of_pictures, whole_pictures
 from parity.whole_jobs import odds, other_bits, was_gone_on_with, whole_job, worst_difference, worst_tensor
 
-SEEDS = range(1, 101)
+SEEDS = range(1, 151)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_loss_of_several_chunks_is_drawn_under_every_kind_of_layout(drawn: lis
         for layout in (one.first, one.second):
             positions = layout.micro_batch_size * 24 // layout.spec.context
             if layout.loss != "logits" and layout.chunk_tokens is not None and positions > layout.chunk_tokens:
-                kinds[layout.strategy.rstrip("0123456789").partition("2")[0]] += 1
+                kinds[re.split(r"\d", layout.strategy)[0]] += 1
                 assert one.ranks(layout, Path(), Path()).constants["trainer.losses.linear.CHUNK_TOKENS"] < positions
     assert {"single", "ddp", "fsdp", "hsdp", "zero", "tensor", "pipeline", "context"} <= set(kinds)
 
@@ -92,7 +93,7 @@ def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
     assert not any("\n" in reason for reason in refused)
 
 
-@pytest.mark.parametrize("seed", [41, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [60, pytest.param(68, marks=pytest.mark.slow)])
 def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_path: Path) -> None:
     told = play(draw(seed), tmp_path)
     assert told.problems == []
@@ -264,6 +265,20 @@ def test_what_does_not_learn_proves_nothing(ddp: Drawn, tmp_path: Path, monkeypa
     monkeypatch.setattr(campaign, "run_whole", lambda *_: ({"own": 0.0, "job": 0.0, "export": 0.0}, []))
     (problem,) = play(ddp, tmp_path).problems
     assert problem.startswith("one process: what doesn't learn proves nothing")
+
+
+def test_one_process_rounds_as_three_ranks_do_where_its_loss_is_in_their_scale(ddp: Drawn, tmp_path: Path) -> None:
+    """In fp64, by norms that round to fp32: what they differ by from the whole batch is the same."""
+    job = replace(ddp, training=ddp.training | {"global_batch_size": 12})
+    three, parts = Layout({"data_replicate": 3}, 1, "none"), job.parts
+    weights = tmp_path / "weights.pt"
+    (_, scaled) = strategy_worker.run(
+        1, [job.alone(tmp_path, weights), job.ranks(parts, tmp_path, weights, loss_scale=campaign.OTHER_SCALE)]
+    )
+    (ranks,) = strategy_worker.run(3, [job.ranks(three, tmp_path, weights)])
+    assert scaled["weights_error"] == pytest.approx(ranks["weights_error"], rel=1e-3) and ranks["weights_error"] > 1e-12
+    assert campaign._scale(job) == 1.0
+    assert campaign._scale(replace(job, second=three)) == campaign.OTHER_SCALE
 
 
 def test_where_no_step_is_made_nothing_is_proved(ddp: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

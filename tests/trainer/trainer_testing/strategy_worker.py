@@ -26,6 +26,7 @@ from trainer.seeds import restore_rng_state, rng_state, seed_everything
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.flat_shard import FlatShard
 from trainer.strategies.mesh import has_same_streams, random_stream
+from trainer.strategies.torch_engine import TorchStrategy
 
 from trainer_testing.pool import run_pooled
 from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
@@ -59,6 +60,9 @@ class RunRequest:
     """Such a file: the last weights are compared with it, tensor by tensor."""
     constants: dict[str, Any] = field(default_factory=dict)
     """The trainer's constants that have another value in this run, by module and name."""
+    loss_scale: float = 1.0
+    """Torch engines: gradients are made so many times larger and divided by it, as fp16's are. Where it is no power of
+    two all that is rounded on the way is rounded otherwise, as it is under three data-parallel ranks."""
 
 
 def run(
@@ -201,6 +205,9 @@ def _run(request: RunRequest, runtime: Runtime) -> Result:
     started = time.perf_counter()
     strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
     assert strategy.name == request.strategy
+    if request.loss_scale != 1.0:
+        assert isinstance(strategy, TorchStrategy)
+        strategy._scaler.scale = request.loss_scale
     # As a session does: what is built may have drawn numbers, on one rank more than on another.
     seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
     built = time.perf_counter()
