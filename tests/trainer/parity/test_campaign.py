@@ -297,6 +297,9 @@ def test_what_is_no_number_is_worst_of_all() -> None:
     assert worst_difference(spoiled, [ROW]) == math.inf
     assert worst_tensor({"w": torch.ones(2)}, {"w": torch.full((2,), math.nan)}) == math.inf
     assert worst_tensor({"w": torch.ones(2)}, {"w": torch.tensor([1.0, 1.5])}) == pytest.approx(0.5 / 2**0.5)
+    for name in ("encoder.attention.key.bias", "vision_tower.layers.0.self_attn.k_proj.bias"):
+        assert worst_tensor({name: torch.ones(2)}, {name: torch.zeros(2)}) == 0.0, "no gradient reaches it"
+    assert worst_tensor({"model.k_proj.bias": torch.ones(2)}, {"model.k_proj.bias": torch.zeros(2)}) == 1.0
     figures = {"loss": [4.0, math.nan], "grad_norm": [1.0, 1.0], "validation": [2.0]}
     assert strategy_worker.worst_relative_error(figures, figures | {"loss": [4.0, 3.0]}) == math.inf
 
