@@ -41,8 +41,8 @@ _READERS: dict[str, Any] = {
     "vision_language": AutoModelForImageTextToText,
 }
 _WITHOUT_GRADIENT = re.compile(r"\.key\.bias$|vision_\S*\.k_proj\.bias$")
-"""Of ViT, CLIP and SigLIP: a bias that all keys have shifts each query's scores alike, which softmax doesn't see, so that
-it is made of roundings (1e-11). Language models turn their keys by their positions."""
+"""Of ViT, CLIP and SigLIP: what is added to all keys alike shifts each query's scores alike, which softmax doesn't see,
+so that it is made of roundings (1e-11). Language models turn their keys by their positions."""
 _COMPARED = ("loss", "grad_norm", "learning_rate", "validation_loss", "validation_top1_accuracy", "skipped")
 
 
