@@ -111,6 +111,18 @@ def test_only_what_stays_counts_and_the_warm_up_does_not() -> None:
     assert history.growth() is None
 
 
+def test_a_step_that_is_made_again_counts_once() -> None:
+    """A job that goes back behind a window (`on_anomaly: rollback`) closes it a second time."""
+    history = FloorHistory()
+    for step in (0, 50, 100, 150, 200, 250, 300, 200, 250, 300, 350):
+        history.sample((1000 + step) * MIB)
+        history.close_window(step)
+        history.growth()
+    found = history.growth()
+    assert found is not None
+    assert (found.first_step, found.last_step, found.bytes_per_step) == (50, 350, pytest.approx(MIB))
+
+
 _LEAKING = """
 import mmap
 import sys

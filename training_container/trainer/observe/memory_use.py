@@ -46,7 +46,9 @@ class FloorHistory:
         self._floor = min(self._floor, num_bytes)
 
     def close_window(self, step: int) -> None:
-        """The window ends with this step."""
+        """The window ends with this step, for the second time where the job went back behind it."""
+        while self._floors and self._floors[-1][0] >= step:
+            self._floors.pop()
         self._num_windows += 1
         if self._num_windows > WARM_UP_WINDOWS:
             self._floors.append((step, self._floor))
