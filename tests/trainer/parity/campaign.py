@@ -96,7 +96,7 @@ def play(drawn: Drawn, folder: Path) -> Played:
     """All runs of a seed, in `folder`."""
     started = time.monotonic()
     words = _words(drawn), _layout_words(drawn.first), _layout_words(drawn.second)
-    told = Played(drawn.seed, drawn.precision if drawn.is_exact else "bits", *words, drawn.saved_at)
+    told = Played(drawn.seed, drawn.proof, *words, drawn.saved_at)
     told.refused, told.commit = dict(drawn.refused), str(describe()["commit"])
     try:
         if not isinstance(drawn, DrawnPictures):

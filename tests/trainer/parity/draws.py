@@ -44,6 +44,9 @@ _AXES = ("data_replicate", "data_shard", "tensor", "pipeline", "pipeline", "cont
 _JUMPS = frozenset({"apertus"})
 """In fp64 alone, where nothing falls there: the slope of xIELU as transformers has it jumps a millionth below
 zero, and a tiny model's fp32 activations do fall there, so that a last digit becomes 1e-5 of the gradient's norm."""
+_IN_FP32 = frozenset({"deepseek_v2", "deepseek_v3"})
+"""Whose routers and rotations are computed in fp32 in fp64 jobs, too: tensor ranks add parts of their gradients, each
+of which is rounded; under every other layout they are one process's to 1e-15."""
 _RATES = {"adamw": 3e-3, "adamw_8bit": 3e-3, "muon": 1e-2, "adafactor": 3e-3, "sgd": 5e-2}
 
 
@@ -120,6 +123,14 @@ class Drawn:
         """Whether its figures are compared with one process; if not, that it is resumed bit for bit is the proof."""
         is_rounded = self.precision in ("bf16", "fp16") or self.training["optimizer"]["kind"] == "adamw_8bit"
         return not (is_rounded or self.is_noisy)
+
+    @property
+    def proof(self) -> str:
+        """fp64 or fp32: how near to one process it has to be; bits: it isn't compared."""
+        if not self.is_exact:
+            return "bits"
+        is_cut = any(layout.spec.tensor > 1 for layout in (self.first, self.second))
+        return "fp32" if is_cut and self.model["model_type"] in _IN_FP32 else self.precision
 
     @property
     def whole_batch(self) -> Layout:

@@ -82,6 +82,8 @@ def test_what_is_not_compared_is_what_is_rounded_or_noisy(drawn: list[Drawn]) ->
     for one in drawn:
         rounded = one.precision in ("bf16", "fp16") or one.training["optimizer"]["kind"] == "adamw_8bit"
         assert one.is_exact == (not rounded and not one.is_noisy)
+        assert (one.proof == "bits") == (not one.is_exact)
+        assert one.proof in ("bits", one.precision) or one.model["model_type"].startswith("deepseek")
     assert Counter(one.is_exact for one in drawn)[True] > 60
 
 
