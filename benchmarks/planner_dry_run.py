@@ -262,7 +262,7 @@ class Agreement:
     @property
     def beside_state(self) -> tuple[int, float]:
         """All that is there at the peak but the state, by trace and by formulas."""
-        traced = sum(self.traced.get(name) or 0 for name in ("activations", "temporaries", "buffers"))
+        traced = sum(self.traced.get(name) or 0 for name in ("activations", "buffers"))
         return traced, self.planned["activations"] + self.planned["buffers"]
 
     @property

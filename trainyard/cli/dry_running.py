@@ -171,10 +171,15 @@ def _second_cells(traced: float, planned: float | None) -> tuple[str, str, str]:
 
 
 def compared(found: dict[str, Any]) -> dict[str, int | None]:
-    """The trace in the formulas' categories: gradients at their most, activations with all that backward makes."""
-    traced = found["memory_bytes"]
+    """The trace in the formulas' categories: gradients at their most, activations with all that backward makes.
+
+    What there is of gradients at the peak beyond those that stay is on its way to them, in buffers.
+    """
+    traced, gradients = found["memory_bytes"], found["gradients_bytes"]
     moving = sum(traced[name] for name in MOVING)
-    return {**traced, "gradients": found["gradients_bytes"], "activations": moving}
+    more = 0 if gradients is None else max(traced["gradients"] - gradients, 0)
+    buffers = None if traced["buffers"] is None else traced["buffers"] + more
+    return {**traced, "gradients": gradients, "activations": moving, "buffers": buffers}
 
 
 def _cells(traced: int | None, planned: float | None) -> tuple[str, str, str]:

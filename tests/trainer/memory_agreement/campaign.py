@@ -68,9 +68,7 @@ class Played(Seed):
     def moving(self) -> tuple[int, int]:
         """By trace and by formulas: activations and buffers; without buffers where they are not traced."""
         names = [name for name in ("activations", "buffers") if self.traced[name] is not None]
-        # What is traced as gradients beyond those that stay is on its way to them.
-        more = max((self.gradients_at_peak or 0) - (self.traced["gradients"] or 0), 0) if self.state else 0
-        return sum(self.traced[name] or 0 for name in names) + more, sum(self.planned[name] for name in names)
+        return sum(self.traced[name] or 0 for name in names), sum(self.planned[name] for name in names)
 
 
 def play(drawn: Drawn) -> Played:
