@@ -16,6 +16,7 @@ from trainer.checkpoint.reading import left_moments, mismatch, moment_kinds
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of
 from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
+from trainer.optimizers.momentum import Momentum
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
@@ -313,10 +314,28 @@ def test_muon_is_torchs_up_to_its_bf16_and_leaves_the_rest_to_adamw() -> None:
 
 def test_orthogonalized_singular_values_are_about_one() -> None:
     matrices = torch.randn((3, 12, 20), generator=torch.Generator().manual_seed(1))
-    for tensor in (matrices, matrices.mT):
-        values = torch.linalg.svdvals(orthogonalized(tensor))
-        assert 0.6 < values.min() < values.max() < 1.3
+    for tensor in (matrices, matrices.mT, matrices[0], matrices.view(3, 2, 6, 20), matrices.new_zeros((0, 12, 20))):
+        found = orthogonalized(tensor)
+        assert found.shape == tensor.shape
+        values = torch.linalg.svdvals(found)
+        assert not tensor.numel() or 0.6 < values.min() < values.max() < 1.3
     assert pytest.approx(0.2) == MUON_RMS
+
+
+def test_sgd_decays_as_torchs_own_and_runs_a_hook_once_a_step() -> None:
+    """Whoever built a plain SGD before: torch wraps a class's `step` then, and with it one that calls it."""
+    start = torch.randn((4, 3), generator=torch.Generator().manual_seed(1))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    plain = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    momentum = Momentum([{"params": [ours], "weight_decay": 0.1}], lr=0.1, momentum=0.9, nesterov=True)
+    called: list[int] = []
+    momentum.register_step_post_hook(lambda *_: called.append(1))
+    for _ in range(3):
+        for parameter, optimizer in ((ours, momentum), (theirs, plain)):
+            parameter.grad = parameter.detach().cos()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert (len(called), momentum.state[ours]["step"].item(), momentum.param_groups[0]["weight_decay"]) == (3, 3, 0.1)
 
 
 def test_muon_takes_the_blocks_matrices_alone() -> None:

@@ -27,6 +27,8 @@ class Units:
     """Units asked for ahead of the one that runs; 0: FSDP's own order."""
     keeps_gathered: bool
     """What is gathered for the forward pass stays until its own backward pass."""
+    copied: float = 0.0
+    """Of a layer with experts, what is put together by way of a copy, as it is cut along another dimension than 0."""
 
     def size(self, first: int, end: int) -> float:
         """Elements of the layers with these numbers, `end` left out."""
@@ -65,14 +67,21 @@ class Units:
             return self.size(first, self.num_layers)
         return self.size(first, end) + self._following(number, -1)
 
+    def copied_of(self, number: int) -> float:
+        """Elements of that layer's unit that are copied when it is gathered."""
+        first, end = self.bounds(number)
+        return max(0, min(end, self.num_routed) - first) * self.copied
+
     def in_forward(self, number: int, *, is_followed: bool = True) -> float:
         """Gathered during that layer's forward pass: what its unit is gathered into stays until the next one is, which
         comes when what was there before it is gone (`is_followed`: not yet)."""
         first, end = self.bounds(number)
         following = self._following(number, 1) if is_followed else 0.0
+        # The copies are those of the one that is being gathered.
+        copied = self.copied_of(number if first == 0 or not is_followed else first - 1)
         if self.keeps_gathered:
-            return self.size(first, self.num_layers) + self.size(first, end)
-        return 2 * self.size(first, end) + following
+            return self.size(first, self.num_layers) + self.size(first, end) + copied
+        return 2 * self.size(first, end) + following + copied
 
     @property
     def after_forward(self) -> float:

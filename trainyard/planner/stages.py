@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.spec.support import MOST_EXPERT_PADDING
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,24 @@ def vocabulary_split(shape: ModelShape, layout: Layout) -> int:
     return 1 if is_whole else layout.tensor
 
 
-_MOST_PADDING = 1 / 8
+def cuts_experts_inside(shape: ModelShape, layout: Layout) -> bool:
+    """Whether our trainer cuts inside of experts (`strategies/fsdp.py`): where their number would be padded by more
+    than an eighth, and its ranks divide a dimension of them."""
+    number, ranks = shape.experts, layout.shard_degree
+    is_padded = _cuts_experts_by_fsdp(layout) and -number % ranks > number * MOST_EXPERT_PADDING
+    return is_padded and (shape.hidden % ranks == 0 or shape.moe_ffn % ranks == 0)
 
 
 def expert_slots(shape: ModelShape, layout: Layout) -> int:
-    """For how many experts there is room in a layer: FSDP pads their number to a multiple of its ranks, unless our
-    trainer cuts inside of each (`strategies/fsdp.py`), which it does where more than an eighth would be padding and the
-    ranks divide a dimension of them."""
-    number, ranks = shape.experts, layout.shard_degree
+    """For how many experts there is room in a layer: FSDP pads their number to a multiple of our trainer's ranks."""
+    if not _cuts_experts_by_fsdp(layout) or cuts_experts_inside(shape, layout):
+        return shape.experts
+    return shape.experts + -shape.experts % layout.shard_degree
+
+
+def _cuts_experts_by_fsdp(layout: Layout) -> bool:
     is_cut = layout.library == "trainyard" and layout.engine == "torch" and layout.zero_stage == 3
-    if not is_cut or layout.expert_split > 1:
-        return number
-    padding = -number % ranks
-    is_inside = shape.hidden % ranks == 0 or shape.moe_ffn % ranks == 0
-    return number if padding > number * _MOST_PADDING and is_inside else number + padding
+    return is_cut and layout.expert_split == 1
 
 
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:

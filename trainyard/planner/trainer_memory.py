@@ -13,7 +13,7 @@ from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, StageParams, expert_slots
+from trainyard.planner.stages import Stage, StageParams, cuts_experts_inside, expert_slots
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
 
 WEIGHING = 3
@@ -93,6 +93,7 @@ class _Step:
             ends=ends,
             num_ahead=layout.units_ahead,
             keeps_gathered=layout.keeps_gathered,
+            copied=self._experts if cuts_experts_inside(shape, layout) else 0.0,
         )
 
     @property
@@ -242,6 +243,7 @@ class _Step:
         gradients = self._own_gradients(self._units.num_reduced(number))
         before = self._units.above(number)
         whole = layers.whole_routed_bytes
+        yield from self._being_gathered(number, others, above, gradients)
         # Batched experts' results are added up as they are: their gradient, and that of their product.
         weighing = (
             2 * layers.rows_bytes
@@ -265,6 +267,28 @@ class _Step:
             in_scores = left + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, made, before), made, gradients)
         yield from self._in_norms(number, left, made)
+
+    def _being_gathered(self, number: int, others: float, above: float, gradients: float) -> Iterator[Moment]:
+        """A unit's experts that are cut inside, put together by way of a copy before its backward pass; and their
+        gradients taken apart so, when all of the unit's have been made."""
+        layers, units = self._layers, self._units
+        copied = units.copied_of(number) * layers.weight_element
+        if not copied or self._layout.pipeline > 1:
+            return
+        there = layers.whole_routed_bytes if self._layout.recompute == "none" else layers.input_bytes
+        unit, wide, is_trained = units.of(number), max(4, layers.element), self._layout.method == "full"
+        head = layers.head_weight * self._stage.head * layers.element * is_trained
+        following = 0.0 if units.keeps_gathered else units.in_backward(number) - unit
+        if not units.keeps_gathered:
+            # What was asked for ahead is on its way before; FSDP itself asks for the next when this one is together.
+            gathered = self._weights(2 * unit + following * (units.num_ahead > 0)) + copied
+            before = units.above(number) * wide * is_trained
+            yield Moment(others + there + above, 0.0, gathered + before + head, gradients)
+        if is_trained:
+            # Taken apart one by one, of which the last is still there as it was.
+            last = self._experts * layers.element / (3 if self._shape.gated_mlp else 2)
+            sent = unit * (layers.element + wide) + last + head
+            yield Moment(others + above, 0.0, self._weights(following) + sent, gradients)
 
     def _in_spread_layer(self, number: int) -> Iterator[Moment]:
         """The same where a layer's experts lie on several ranks: FSDP gathers and reduces them by themselves."""
@@ -344,7 +368,13 @@ class _Step:
     def _at_end(self) -> Iterator[Moment]:
         """The embedding's gradient, and the reduction of the vocabulary's matrices."""
         layout, element = self._layout, self._layers.element
-        if not self._is_sharded or layout.pipeline > 1 or layout.method != "full":
+        if layout.pipeline > 1 or layout.method != "full":
+            return
+        is_tied = self._is_tied and self._stage.head
+        if not self._is_sharded:
+            if is_tied and self._is_replicated and layout.engine == "torch":
+                # Of either end, and their sum, in the weight's own type.
+                yield Moment(self._layers.input_bytes, 0.0, 3 * self._root * max(4, element))
             return
         gradients = self._own_gradients(self._stage.layers)
         wide = 4 if element < 4 else element
@@ -352,7 +382,7 @@ class _Step:
         last = self._units.of(self._stage.layers - 1) if self._stage.layers else 0.0
         yield Moment(below, 0.0, self._root * (element + wide), gradients)
         # A matrix that is tied has a gradient of either end, and becomes their sum.
-        made = 3 if self._is_tied and self._stage.head else 1
+        made = 3 if is_tied else 1
         yield Moment(below, 0.0, self._root * (1 + made) * element + last * wide, gradients)
         # What is sent, and what arrives, which is the rank's own gradient where it isn't added to one; divided by one,
         # where FSDP is of one rank but others have copies. The head's own, of a loss that is one chunk, is still there.

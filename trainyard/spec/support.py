@@ -102,6 +102,11 @@ QUANTIZED_CUTS = 8
 """Ranks, at most, that a row of 4-bit weights can always be cut for between blocks."""
 
 
+MOST_EXPERT_PADDING = 1 / 8
+"""Of a layer's experts: up to it FSDP cuts them by number, and pads that; beyond it the trainer cuts inside of each,
+which costs a copy of a unit's experts while they are gathered."""
+
+
 def quantized_block(row_length: int) -> int:
     """Weights a block: 64, or the largest power of two of which an eighth of the row is a multiple; at least 2, a byte.
 

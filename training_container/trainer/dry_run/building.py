@@ -89,7 +89,9 @@ def shortened(job: ResolvedJob, num_micro_batches: int) -> ResolvedJob:
     if _keeps_documents_apart_by_offsets(job):
         # A window wider than the sequence: the kernel takes both without a mask.
         assert model.config is not None
-        config = model.config | ({"sliding_window": data.sequence_length + 1} if _window_of(job) else {})
+        wide = {"sliding_window": data.sequence_length + 1} if _window_of(job) else {}
+        text = model.config.get("text_config")
+        config = model.config | ({"text_config": text | wide} if isinstance(text, dict) else wide)
         model = model.model_copy(update={"config": config})
         data = data.model_copy(update={"document_masks": False})
     recovery = job.spec.recovery.model_copy(update={"elastic": None})  # it would adapt this batch once more

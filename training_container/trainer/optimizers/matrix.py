@@ -25,7 +25,7 @@ MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The quintic's coefficients of Jordan 2024: steepest at zero, so that five steps are enough."""
-_MATRIX_DIMS = 2
+_MATRIX_DIMS, _STACK_DIMS = 2, 3
 
 MUON_RMS = 0.2
 """An update's root mean square is brought to that of AdamW's (Liu et al. 2025), so that one rate fits both."""
@@ -192,6 +192,9 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     matrix of whole experts every further tensor is memory that a step may lack.
     """
     a, b, c = NEWTON_SCHULZ
+    shape = matrices.shape
+    if matrices.ndim > _STACK_DIMS:
+        matrices = matrices.flatten(0, -_STACK_DIMS)
     added = torch.addmm if matrices.ndim == _MATRIX_DIMS else torch.baddbmm
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -203,4 +206,4 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
         x = added(x, square, x, beta=a)
         del square
     result: torch.Tensor = x.mT if is_tall else x
-    return result
+    return result.reshape(shape) if len(shape) > _STACK_DIMS else result

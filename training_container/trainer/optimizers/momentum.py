@@ -27,22 +27,28 @@ class Momentum(torch.optim.SGD):
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(
                         parameter, memory_format=torch.preserve_format
                     )
+        # Hooks, as torch wraps a `step` of our own once more than its own, which would run everybody's hooks twice.
+        self._decays: list[float] = []
+        self.register_step_pre_hook(_decay_in_place)
+        self.register_step_post_hook(_count)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
-        """One update; gradients are altered. Weight decay is added to them where they are: torch would add it to a copy
-        of all of them."""
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            group["weight_decay"] = 0.0
-            decayed = [parameter for parameter in group["params"] if decay and parameter.grad is not None]
-            if decayed:
-                torch._foreach_add_([parameter.grad for parameter in decayed], decayed, alpha=decay)
-        try:
-            super().step()
-        finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                group["weight_decay"] = decay
-        steps = [state["step"] for state in self.state.values()]
-        if steps:
-            torch._foreach_add_(steps, 1)
+
+@torch.no_grad()
+def _decay_in_place(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Weight decay is added to the gradients where they are: torch would add it to a copy of all of them."""
+    assert isinstance(optimizer, Momentum)
+    optimizer._decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group, decay in zip(optimizer.param_groups, optimizer._decays, strict=True):
+        group["weight_decay"] = 0.0
+        decayed = [parameter for parameter in group["params"] if decay and parameter.grad is not None]
+        if decayed:
+            torch._foreach_add_([parameter.grad for parameter in decayed], decayed, alpha=decay)
+
+
+def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    assert isinstance(optimizer, Momentum)
+    for group, decay in zip(optimizer.param_groups, optimizer._decays, strict=True):
+        group["weight_decay"] = decay
+    steps = [state["step"] for state in optimizer.state.values()]
+    if steps:
+        torch._foreach_add_(steps, 1)

@@ -17,6 +17,7 @@ from trainer.runtime import Runtime
 from trainer.strategies.base import Batch
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import FsdpSpec, ResolvedJob
+from trainyard.spec.support import MOST_EXPERT_PADDING
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp64": torch.float64}
 """What FSDP gathers, and what is between the matrix products: fp8 is inside of them."""
@@ -26,9 +27,6 @@ _PACKED_DIMS = 3
 
 INNER_DIMS = (1, 2)
 """Those of an expert, of which FSDP splits the first that its ranks divide: it splits none but dimension 0 unevenly."""
-
-_MOST_PADDING = 1 / 8
-"""Of slots for experts: below it they stay whole, as to cut each costs a copy of all where they are gathered."""
 
 
 class FullyShardedStrategy(TorchStrategy):
@@ -116,7 +114,7 @@ def placement_of(weight: nn.Parameter, num_ranks: int) -> Shard | None:
     Of packed experts dimension 0 is their number, and FSDP pads what its ranks don't divide: 8 experts on 64 ranks had
     64 slots, gathered and sent, and 8 ranks the training state of all. They are cut inside of each instead.
     """
-    if weight.ndim != _PACKED_DIMS or -weight.size(0) % num_ranks <= weight.size(0) * _MOST_PADDING:
+    if weight.ndim != _PACKED_DIMS or -weight.size(0) % num_ranks <= weight.size(0) * MOST_EXPERT_PADDING:
         return None
     return inner_placement(weight, num_ranks)
 
