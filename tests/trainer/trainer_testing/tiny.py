@@ -80,7 +80,7 @@ def tiny_job(
         {
             "name": "tiny",
             "model": ({"source": source, "adapter": adapter} if source else {"config": model or MODEL})
-            | {"attention": attention},
+            | ({} if attention == "auto" else {"attention": attention}),
             "data": {
                 "train": [{"path": "unused", "format": "text"}],
                 "sequence_length": sequence_length,
