@@ -109,7 +109,7 @@ SPREAD = {"data_shard": 8, "expert": 4}
         pytest.param(WEIGHED_WIDE, None, "none", marks=pytest.mark.slow),
         pytest.param(WEIGHED_WIDE, SPREAD, "full", marks=pytest.mark.slow),
         pytest.param(WEIGHED_NARROW, None, "full", marks=pytest.mark.slow),
-        (WEIGHED_NARROW, SPREAD, "full"),
+        pytest.param(WEIGHED_NARROW, SPREAD, "full", marks=pytest.mark.slow),
     ],
     ids=["wide", "wide-none", "wide-spread", "narrow", "narrow-spread"],
 )
@@ -136,7 +136,7 @@ LARGE_LAYERS = SMALL | {"hidden_size": 2048, "num_attention_heads": 16, "num_hid
     ],
     ids="-".join,
 )
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_units_of_fsdp_are_gathered_as_they_are_stated(fsdp: dict[str, Any], method: str) -> None:
     """A unit was taken as one block: a third too little of a model in units of three."""
     layout = {"data_shard": 8, "fsdp": fsdp}
@@ -217,7 +217,12 @@ def test_so_can_updates_of_matrices_that_are_cut_twice(
 @pytest.mark.parametrize(
     ("layout", "adapter", "training"),
     [
-        ({"data_replicate": 8}, None, {"activation_checkpointing": "full", "loss": "logits"}),
+        pytest.param(
+            {"data_replicate": 8},
+            None,
+            {"activation_checkpointing": "full", "loss": "logits"},
+            marks=pytest.mark.slow,
+        ),
         ({"data_replicate": 8}, None, {"optimizer": {"kind": "sgd"}, "activation_checkpointing": "full"}),
         ({"data_shard": 8}, "lora", {"activation_checkpointing": "selective"}),
         pytest.param({"data_shard": 8}, "qlora", {"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
