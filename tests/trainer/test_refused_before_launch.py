@@ -289,7 +289,8 @@ def test_a_launch_is_refused_in_the_trainers_words(case: str, tmp_path: Path) ->
 
 def test_what_goes_together_is_launched() -> None:
     for layout in ({"pipeline": 2, "data_shard": 4}, {"context": 2, "data_shard": 4}, {"tensor": 2, "data_shard": 4}):
-        planner.resolve(parse(JobSpec, job_of(LLAMA, layout), "job"))
+        found = planner.resolve(parse(JobSpec, job_of(LLAMA, layout), "job")).parallelism
+        assert {name: getattr(found, name) for name in layout} == layout
     planner.resolve(parse(JobSpec, job_of(LLAMA, FSDP, data={"streaming": True}), "job"))
     planner.resolve(parse(JobSpec, job_of(LLAMA, ZERO | {"deepspeed": {"aio": {"block_size": 4096}}}), "job"))
 

@@ -9,7 +9,7 @@ from trainer_testing.image_shards import CONVNEXT, RESNET, SIZE, VIT, captioned,
 from trainer_testing.llava import CLIP_LLAMA, SIGLIP_QWEN, save_source
 
 from parity.draws import Drawn, Layout
-from parity.whole_jobs import STEPS_OF_WHOLE, WholeJob, draw_saves
+from parity.whole_jobs import STEPS_OF_WHOLE, WholeJob, draw_end, draw_saves, draw_where_it_ends
 
 SHARE = 0.15
 """Of all seeds."""
@@ -129,16 +129,12 @@ def _ended(rng: random.Random, drawn: DrawnPictures, sections: dict[str, Any], *
         "training": training,
         "checkpoint": draw_saves(rng, validates=bool(sections["data"]["validation"])),
     }
-    end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
-    if end == "kill":
-        content["checkpoint"]["asynchronous"] = False
+    end = draw_end(rng, content)
     average = drawn.training["optimizer"].get("average_decay") is not None and rng.random() < 0.5
     merge = "adapter" in content["model"] and rng.random() < 0.5
     return WholeJob(
         drawn,
         content,
-        end=end,
-        end_step=rng.randint(1 + content["checkpoint"]["every_steps"], STEPS_OF_WHOLE - 2),
-        end_ranks=ranks if end == "kill" else (rng.choice(ranks),),
+        **draw_where_it_ends(rng, end, content, drawn.first),
         exported={"average": average, "merge": merge},
     )

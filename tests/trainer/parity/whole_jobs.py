@@ -106,16 +106,12 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
         **{"name": "whole", "model": model | {"attention": drawn.attention}, "data": data},
         **{"training": training, "checkpoint": draw_saves(rng, validates=bool(data["validation"]))},
     }
-    end, ranks = rng.choice(("terminate", "kill")), tuple(range(drawn.first.spec.world_size))
-    if end == "kill":
-        content["checkpoint"]["asynchronous"] = False  # else nothing may be committed yet, and nothing gone on with
+    end = draw_end(rng, content)
     average = drawn.training["optimizer"].get("average_decay") is not None and rng.random() < 0.5
     return WholeJob(
         drawn,
         content,
-        end=end,
-        end_step=rng.randint(1 + content["checkpoint"]["every_steps"], STEPS_OF_WHOLE - 2),
-        end_ranks=ranks if end == "kill" else (rng.choice(ranks),),
+        **draw_where_it_ends(rng, end, content, drawn.first),
         exported={"average": average, "merge": drawn.adapter is not None and rng.random() < 0.5},
         poisoned=rng.randint(1, STEPS_OF_WHOLE - 2) if training.get("on_anomaly") is not None else None,
     )
@@ -168,6 +164,21 @@ def _course(rng: random.Random, drawn: Drawn, data: dict[str, Any]) -> dict[str,
     if rng.random() < 0.3:
         found["deterministic"] = True
     return found | {"observe_every_steps": rng.choice((50, 2)), "phase_ranges": rng.random() < 0.2}
+
+
+def draw_end(rng: random.Random, content: dict[str, Any]) -> str:
+    """How the first run ends; one that is killed waits for its saves."""
+    end = rng.choice(("terminate", "kill"))
+    if end == "kill":
+        content["checkpoint"]["asynchronous"] = False  # else nothing may be committed yet, and nothing gone on with
+    return end
+
+
+def draw_where_it_ends(rng: random.Random, end: str, content: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """WholeJob's fields: after the first save, on one rank that hears of it, or on all."""
+    ranks = tuple(range(layout.spec.world_size))
+    step = rng.randint(1 + content["checkpoint"]["every_steps"], STEPS_OF_WHOLE - 2)
+    return {"end": end, "end_step": step, "end_ranks": ranks if end == "kill" else (rng.choice(ranks),)}
 
 
 def draw_saves(rng: random.Random, *, validates: bool) -> dict[str, Any]:
