@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from trainer.models.build import outline_model, transformer_blocks
 from trainer.strategies import fsdp
@@ -73,3 +74,19 @@ def test_shards_of_integers_are_made_where_torch_wants_gradients_of_all(monkeypa
     fsdp.shard(torch.nn.Module())
     assert len(made) == 1 and not made[0].requires_grad
     assert _fsdp_param.nn is torch.nn
+
+
+def test_integers_are_gathered_as_they_are_where_torch_casts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.11 does: QLoRA in bf16 under FSDP2 read its codes from bf16 there."""
+
+    def types_as_before(parameter: _fsdp_param.FSDPParam, policy: MixedPrecisionPolicy) -> None:
+        parameter.orig_dtype, parameter.param_dtype = parameter.sharded_param.dtype, policy.param_dtype
+
+    monkeypatch.setattr(fsdp, "_types_by_torch", types_as_before)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda *_, **__: None)
+    fsdp.shard(torch.nn.Module())
+    for dtype, gathered in ((torch.uint8, None), (torch.int32, None), (torch.float32, torch.bfloat16)):
+        parameter = object.__new__(_fsdp_param.FSDPParam)
+        parameter.sharded_param = torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+        parameter.init_dtype_attrs(fsdp.precision_policy("bf16"))
+        assert parameter.param_dtype is gathered, dtype

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
 from trainer.models.build import transformer_blocks
@@ -132,10 +133,22 @@ def shard(module: nn.Module | list[nn.Module], **settings: Any) -> None:
     """
     theirs = vars(_fsdp_param)["nn"]
     setattr(_fsdp_param, "nn", _IntegersWantNoGradient())  # noqa: B010  # mypy: it is a module's name
+    # Asked for in the first forward pass, long after this call: it stays.
+    setattr(FSDPParam, "init_dtype_attrs", _types_of)  # noqa: B010
     try:
         fully_shard(module, **settings)
     finally:
         setattr(_fsdp_param, "nn", theirs)  # noqa: B010
+
+
+_types_by_torch = FSDPParam.init_dtype_attrs
+
+
+def _types_of(parameter: FSDPParam, policy: MixedPrecisionPolicy) -> None:
+    """torch 2.11 gathers integers in the type that is computed in, too: a byte of codes as bf16 is none any more."""
+    _types_by_torch(parameter, policy)
+    if not parameter.orig_dtype.is_floating_point:
+        parameter.param_dtype = None
 
 
 class _IntegersWantNoGradient:
