@@ -1,5 +1,6 @@
 """Adafactor, Muon and the running average: torch's own numbers, equal under every layout, resumed bit for bit."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from trainer.checkpoint.manifest import step_folder
 from trainer.checkpoint.reading import left_moments, mismatch, moment_kinds
 from trainer.models.build import build_model
-from trainer.optimizers.build import build_optimizer, describe, moments_of
+from trainer.optimizers.build import build_optimizer, describe, moments_of, muon_groups
 from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
 from trainer.optimizers.momentum import Momentum
 from trainer.strategies import check_supported
@@ -344,6 +345,28 @@ def test_muon_takes_the_blocks_matrices_alone() -> None:
     optimizer = build_optimizer(model, job)
     muons = {name for name, p in model.named_parameters() if "momentum_buffer" in moments_of(optimizer, p)}
     assert muons == {name for name, _ in model.named_parameters() if "_proj." in name}
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (64, 4, 3, 3), (16, 1, 7, 7), (8, 3, 2, 3, 3)])
+def test_muon_takes_a_convolution_for_one_matrix(shape: tuple[int, ...]) -> None:
+    """A row for each channel that comes out, as its author has it: a kernel of 3 x 3 alone maps nothing."""
+    settings: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8}
+    flat = (shape[0], math.prod(shape[1:]))
+
+    def groups(parameters: list[nn.Parameter], *, kernels: bool) -> list[dict[str, Any]]:
+        return [{"params": parameters, "weight_decay": 0.1, "orthogonal": True, "kernels": kernels}]
+
+    (kernels,) = after_steps(lambda p: Muon(groups(p, kernels=True), **settings), shape)
+    (matrix,) = after_steps(lambda p: Muon(groups(p, kernels=False), **settings), flat)
+    torch.testing.assert_close(kernels, matrix.view(shape), rtol=0, atol=0)
+
+
+def test_muon_knows_a_models_convolutions_and_leaves_those_of_sequences() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv1d(8, 8, 4, groups=8), nn.Linear(8, 4), nn.BatchNorm2d(8))
+    groups = muon_groups(model, 0.1)
+    found = {id(p): (group["orthogonal"], group["kernels"]) for group in groups for p in group["params"]}
+    kernels, along, linear, norm = (found[id(model[number].weight)] for number in range(4))
+    assert (kernels, along, linear, norm) == ((True, True), (False, False), (True, False), (False, False))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
 
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+"""Whose kernels Muon takes, each as one matrix."""
+
 _DECAY_RATES = "A_log"
 """Of a state-space layer (Mamba): the logarithms of rates, a row a channel; its authors mark them _no_weight_decay."""
 
@@ -74,7 +77,7 @@ def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer
     if settings.kind == "adafactor":
         optimizer = Adafactor(decay_groups(model, settings.weight_decay), lr=job.learning_rate)
     elif settings.kind == "muon":
-        groups = _muon_groups(model, settings.weight_decay)
+        groups = muon_groups(model, settings.weight_decay)
         optimizer = Muon(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
     elif settings.kind == "adamw_8bit":
         groups = decay_groups(model, settings.weight_decay)
@@ -134,16 +137,22 @@ def _create_moments(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def _muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """`decay_groups`, the matrices that turn one hidden vector into another apart from embedding and head."""
     ends = {id(parameter) for module in _ends(model) for parameter in module.parameters()}
-    inner = {id(each) for name, each in model.named_parameters() if is_matrix(name, each) and id(each) not in ends}
+    kernels = {id(module.weight) for module in model.modules() if isinstance(module, _CONVOLUTIONS)} - ends
+    inner = {id(each) for name, each in model.named_parameters() if is_matrix(name, each)} - ends - kernels
     groups = []
     for group in decay_groups(model, weight_decay):
-        inside = [parameter for parameter in group["params"] if id(parameter) in inner]
-        outside = [parameter for parameter in group["params"] if id(parameter) not in inner]
-        groups += [group | {"params": inside, "orthogonal": True}, group | {"params": outside, "orthogonal": False}]
-    return [group for group in groups if group["params"]]
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            of_kernels = id(parameter) in kernels
+            kinds.setdefault((of_kernels or id(parameter) in inner, of_kernels), []).append(parameter)
+        groups += [
+            group | {"params": parameters, "orthogonal": orthogonal, "kernels": of_kernels}
+            for (orthogonal, of_kernels), parameters in sorted(kinds.items(), key=lambda item: item[0], reverse=True)
+        ]
+    return groups
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:

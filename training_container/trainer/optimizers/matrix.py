@@ -125,10 +125,15 @@ class Adafactor(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal for matrices inside the blocks; AdamW for groups that say `orthogonal: False`."""
+    """Momentum made orthogonal for matrices inside the blocks; AdamW for groups that say `orthogonal: False`.
+
+    A group of `kernels` has convolutions' weights, (channels out, channels in, height, width): each is one matrix, of a
+    row for every channel that comes out, as Jordan 2024 has it. Others of three dimensions and more are stacks.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "betas": betas, "eps": eps})
+        defaults = {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "kernels": False, "betas": betas, "eps": eps}
+        super().__init__(groups, defaults)
         for group in self.param_groups:
             names = ("momentum_buffer",) if group["orthogonal"] else ("exp_avg", "exp_avg_sq")
             for parameter in group["params"]:
@@ -153,12 +158,11 @@ class Muon(torch.optim.Optimizer):
         momentum = self.state[parameter]["momentum_buffer"]
         local(momentum).lerp_(local(parameter.grad), 1 - MUON_MOMENTUM)
         direction = local(parameter.grad).lerp(local(momentum), MUON_MOMENTUM)
-        factor = MUON_RMS * math.sqrt(max(parameter.shape[-2:]))
         if not isinstance(parameter, DTensor):
-            return orthogonalized(direction) * factor
-        placements = _of_whole_matrices(parameter)
+            return _scaled_update(direction, are_kernels=group["kernels"])
+        placements = _of_whole_matrices(parameter, are_kernels=group["kernels"])
         parts = _placed(direction, parameter.placements, parameter)
-        update = orthogonalized(parts.redistribute(placements=placements).to_local()) * factor
+        update = _scaled_update(parts.redistribute(placements=placements).to_local(), are_kernels=group["kernels"])
         own: torch.Tensor = _placed(update, placements, parameter).redistribute(placements=parameter.placements)
         return local(own)
 
@@ -174,10 +178,17 @@ class Muon(torch.optim.Optimizer):
         return update
 
 
-def _of_whole_matrices(parameter: DTensor) -> list[Placement]:
+def _scaled_update(direction: torch.Tensor, *, are_kernels: bool) -> torch.Tensor:
+    """What whole matrices move by at a rate of one."""
+    matrices = direction.flatten(1) if are_kernels else direction
+    factor = MUON_RMS * math.sqrt(max(matrices.shape[-2:]))
+    return orthogonalized(matrices).mul_(factor).reshape(direction.shape)
+
+
+def _of_whole_matrices(parameter: DTensor, *, are_kernels: bool) -> list[Placement]:
     """Where every rank has whole matrices: of experts, which are orthogonalized one by one, those that it has anyway;
     where all are cut inside, each rank gets some."""
-    if parameter.ndim == _MATRIX_DIMS:
+    if parameter.ndim == _MATRIX_DIMS or are_kernels:
         return [Replicate() for _ in parameter.placements]
     if Shard(0) in parameter.placements:
         return [part if part == Shard(0) else Replicate() for part in parameter.placements]
