@@ -3,9 +3,9 @@
     scripts/parity_campaign --seeds 40 --json results.json
 
 The table of `parity.table` holds what somebody thought of. A seed here (`draws`) is a job of what language models are
-mostly trained with (no compiled blocks, fp8, nor NVMe): a family with sizes of its own, full or with an adapter, an
+mostly trained with (no fp8, nor NVMe): a family with sizes of its own, full or with an adapter, an
 optimizer, a schedule, packed or not, a router's auxiliary loss; and two layouts of it, of any degrees, micro-batch,
-recomputation, unit sizes and chunks of the loss. What must hold of each:
+recomputation, unit sizes and chunks of the loss, some with compiled blocks. What must hold of each:
 
 - under the first layout losses, gradient norms, the validation loss and the last weights are those of one process;
 - what is saved there at a random step and resumed by new processes of the same layout goes on bit for bit;

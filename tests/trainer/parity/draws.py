@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pydantic import ValidationError
 from trainer.strategies import check_supported
@@ -35,7 +36,10 @@ OPTIMIZERS = ("adamw", "adamw", "muon", "adafactor", "sgd", "adamw_8bit", "adamw
 CHUNKS = (None, 5, 16, 64)
 """Positions of the loss's chunks; None: the trainer's own, of which tiny micro-batches fill no two."""
 _CHUNK_NAMES = ("trainer.losses.linear.CHUNK_TOKENS", "trainer.losses.token_loss.CHUNK_TOKENS")
+_COMPILER, _NO_COMPILER = "trainer.strategies.compiled.BACKEND", "aot_eager"
 _SCALING = "trainer.optimizers.loss_scaling"
+COMPILED_SHARE = 0.2
+"""Of the layouts that can be: tracing a family's blocks takes as long as all else of a seed."""
 _OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
 """What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble", "zero_bubble")
@@ -59,6 +63,8 @@ class Layout:
     recompute: str
     loss: str = "auto"
     chunk_tokens: int | None = None
+    is_compiled: bool = False
+    """By the engines' runs alone, with a backend that needs no compiler; a whole job's blocks aren't."""
 
     @property
     def spec(self) -> ParallelismSpec:
@@ -77,6 +83,7 @@ class Layout:
             "micro_batch_size": self.micro_batch_size,
             "activation_checkpointing": self.recompute,
             "loss": self.loss,
+            "compile": self.is_compiled,
         }
 
 
@@ -162,6 +169,8 @@ class Drawn:
 
     def _request(self, layout: Layout, source: Path, **more: Any) -> RunRequest:
         constants = {} if layout.chunk_tokens is None else dict.fromkeys(_CHUNK_NAMES, layout.chunk_tokens)
+        if layout.is_compiled:
+            constants |= {_COMPILER: _NO_COMPILER}
         if self.growth_steps is not None:
             constants |= {f"{_SCALING}.INITIAL_SCALE": 2.0 ** (16 + self.growth_steps)}
             constants |= {f"{_SCALING}.GROWTH_INTERVAL_STEPS": self.growth_steps}
@@ -202,6 +211,7 @@ def draw(seed: int) -> Drawn:
         _save_configuration(model, Path(folder))
         first = _supported(rng, job, Path(folder), refused)
         second = _supported(rng, job, Path(folder), refused)
+        first, second = (_perhaps_compiled(rng, job, layout, Path(folder)) for layout in (first, second))
     return replace(job, first=first, second=second, refused=refused)
 
 
@@ -228,6 +238,13 @@ def _supported(rng: random.Random, job: Drawn, source: Path, refused: Counter[st
         assert "\n" not in reason, f"no single line: {reason}"
         refused[re.sub(r"\d+", "N", reason).replace(str(source), "SOURCE")] += 1
     raise AssertionError(f"seed {job.seed}: no layout is supported; refused: {refused}")
+
+
+def _perhaps_compiled(rng: random.Random, job: Drawn, layout: Layout, source: Path) -> Layout:
+    """Drawn last: what a seed stands for beside stays what it was before there were any."""
+    compiled = replace(layout, is_compiled=rng.random() < COMPILED_SHARE)
+    with mock.patch(_COMPILER, _NO_COMPILER):  # whether this machine has one changes no draw
+        return compiled if refusal(job, compiled, source) is None else layout
 
 
 def refusal(job: Drawn, layout: Layout, source: Path) -> str | None:

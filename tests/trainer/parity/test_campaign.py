@@ -59,6 +59,16 @@ def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
     assert any(one.adapter and "lm_head" in one.adapter["targets"] for one in drawn)
 
 
+def test_compiled_blocks_are_drawn_under_every_axis(drawn: list[Drawn]) -> None:
+    compiled = [layout for one in drawn for layout in (one.first, one.second) if layout.is_compiled]
+    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "context"):
+        assert any(getattr(layout.spec, axis) > 1 for layout in compiled), axis
+    one = next(one for one in drawn if one.first.is_compiled)
+    request = one.ranks(one.first, Path(), Path())
+    assert request.job["compile"] and request.constants["trainer.strategies.compiled.BACKEND"] == "aot_eager"
+    assert not one.alone(Path(), Path()).job["compile"]
+
+
 def test_a_loss_of_several_chunks_is_drawn_under_every_kind_of_layout(drawn: list[Drawn]) -> None:
     kinds = Counter[str]()
     for one in drawn:
