@@ -159,6 +159,7 @@ def test_what_draws_and_is_kept_leaves_other_numbers_to_what_is_computed_again()
     assert first != again
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11, which also runs, counts what is kept alone")
 def test_torch_counts_every_operation_of_what_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Met by `_checkpoint_activations` of models/build.py: FSDP's units inside a block tell a profiler more the second
     time, and ZeRO-3 gathers in other portions."""
