@@ -127,7 +127,8 @@ def test_it_sends_what_the_launcher_would_send_and_only_once(
     ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract, capsys: Any
 ) -> None:
     assert ask() == {"submitted": JOB_ID, "already": False}
-    assert sagemaker.created == [SageMakerBackend(deployed, contract).request(record)]
+    brokered = contract.model_copy(update={"broker": "broker"})
+    assert sagemaker.created == [SageMakerBackend(deployed, brokered).request(record)]
     assert ask() == {"submitted": JOB_ID, "already": True}
     assert len(sagemaker.created) == 1
     audit = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

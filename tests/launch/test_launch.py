@@ -33,15 +33,17 @@ def test_a_launched_job_is_recorded_submitted_and_readable(
 
     s3 = deployed.client("s3")
     files = objects(s3, contract.buckets.data, f"jobs/{record.job_id}/")
-    sent = ResolvedJob.model_validate(files[f"jobs/{record.job_id}/spec/resolved_job.json"])
+    described = deployed.client("sagemaker").describe_training_job(TrainingJobName=record.job_id)
+    channels = {one["ChannelName"]: one["DataSource"]["S3DataSource"] for one in described["InputDataConfig"]}
+    spec = channels["job"]["S3Uri"].removeprefix(f"s3://{contract.buckets.data}/")
+    sent = ResolvedJob.model_validate(files[f"{spec}resolved_job.json"])
     assert sent == record.resolved
     assert sent.spec.checkpoint.destination == record.checkpoint_destination
-    assert files[f"jobs/{record.job_id}/spec/channels.json"] == {
+    assert files[f"{spec}channels.json"] == {
         "s3://acme-data/sets/train": "train-0",
         "s3://acme-data/sets/validation.jsonl": "validation-0",
         "s3://acme-data/sets/tokenizer.json": "tokenizer",
     }
-    described = deployed.client("sagemaker").describe_training_job(TrainingJobName=record.job_id)
     assert described["RoleArn"] == contract.roles.job
     assert described["VpcConfig"]["Subnets"] == list(contract.subnet_ids)
     assert S3RecordStore(s3, contract.buckets.data).read(record.job_id).record == record

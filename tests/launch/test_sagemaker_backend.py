@@ -1,7 +1,9 @@
 """What SageMaker and CloudWatch tell of a tenant's jobs, on clients that play a script and on moto."""
 
+import json
 import time
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -254,6 +256,47 @@ def test_a_direct_submission_whose_answer_was_lost_goes_by_what_is_there(
     else:
         with pytest.raises(AwsAwayError, match=f"submitting training job {record.job_id}: no answer came"):
             backend.submit(record, lambda _: None)
+
+
+def test_an_attempt_that_goes_on_with_other_settings_leaves_the_spec_of_the_one_before(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SageMaker reads it again whenever a job's machines change, and an audit for as long as the job is there."""
+    monkeypatch.setattr(sagemaker_backend, "model_trainer", lambda *_: SimpleNamespace(train=lambda **_: None))
+    backend, s3 = SageMakerBackend(deployed, contract), deployed.client("s3")
+    first = launch(job, contract, account=deployed, launcher=deployed)
+    other = reviser(("checkpoint.keep_last=7",), None)(first).with_next_attempt()
+    backend.submit(other, lambda _: None)
+
+    def kept(record: JobRecord) -> int:
+        (channel,) = [one for one in backend.request(record)["InputDataConfig"] if one["ChannelName"] == "job"]
+        _, _, bucket, prefix = channel["DataSource"]["S3DataSource"]["S3Uri"].split("/", 3)
+        text = s3.get_object(Bucket=bucket, Key=f"{prefix}resolved_job.json")["Body"].read()
+        return int(json.loads(text)["spec"]["checkpoint"]["keep_last"])
+
+    assert (kept(first), kept(other)) == (first.spec.checkpoint.keep_last, 7)
+    assert backend.request(first)["InputDataConfig"] == backend.request(first.with_next_attempt())["InputDataConfig"]
+    brokered = SageMakerBackend(deployed, contract.model_copy(update={"broker": "broker"}))
+    assert brokered.request(other)["InputDataConfig"] == brokered.request(first)["InputDataConfig"], "as brokers ask"
+
+
+def test_a_job_that_is_there_with_another_spec_is_not_the_one_that_was_asked_for(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submission without an answer that comes late, after somebody changed the attempt."""
+    backend = SageMakerBackend(deployed, contract)
+    record = launch(job, contract, account=deployed, launcher=deployed)
+
+    class Trainer:
+        def train(self, **_: object) -> None:
+            raise ClientError({"Error": {"Code": "ResourceInUse", "Message": "x"}}, "CreateTrainingJob")
+
+    monkeypatch.setattr(sagemaker_backend, "model_trainer", lambda *_: Trainer())
+    backend.submit(record, lambda _: None)  # its very own
+    with pytest.raises(
+        InputError, match=r"not as its record says: it reads the spec at s3://\S+, not s3://\S+; stop it"
+    ):
+        backend.submit(reviser(("checkpoint.keep_last=7",), None)(record), lambda _: None)
 
 
 def test_a_look_that_is_refused_after_a_direct_submission_refuses_nothing(

@@ -725,6 +725,41 @@ def test_a_trial_whose_submission_gets_no_answer_is_looked_for_and_not_launched_
     assert sorted(machines.launched) == sorted({*machines.launched}) and len(machines.launched) == 3
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("error", [AwsAwayError, SilentError])
+def test_a_trial_of_which_nobody_says_a_word_is_no_refusal_and_is_taken_up_again(
+    begun: Any, monkeypatch: pytest.MonkeyPatch, error: type[TrainyardError], is_taken: bool
+) -> None:
+    """A search that learns took it for a setting that diverges, though its job may run."""
+    runner, machines = begun(parallel=1, stop_rule="none")
+    search = learning(runner, "1e-3", "2e-3", "3e-3")
+    find, submit, is_away = runner.launcher.find, machines.submit, [True]
+
+    def silent(call: Callable[..., Any], is_before: bool) -> Callable[..., Any]:
+        def asked(*given: Any) -> Any:
+            answer = None if is_away and is_before else call(*given)
+            if is_away:
+                raise error("no answer")
+            return answer
+
+        return asked
+
+    def of_the_second(record: JobRecord, say: Say) -> Any:
+        is_second = record.spec.training.learning_rate == 2e-3
+        return (silent(submit, not is_taken) if is_second else submit)(record, say)
+
+    monkeypatch.setattr(machines, "submit", of_the_second)
+    monkeypatch.setattr(runner.launcher, "find", silent(find, True))
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Unanswered", "Completed"]
+    assert found.lines[1].why == "no answer" and search.told[-1][1] is None
+    again = go_on(runner)
+    assert go_on(runner).run(machines.tick).lines[1].state == "Unanswered", "still nobody does"
+    is_away.clear()
+    assert [one.state for one in again.run(machines.tick).lines] == ["Completed"] * 3
+    assert len(list(machines.folder.glob("*/record.json"))) == len(machines.launched) == 3, "none twice"
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -104,4 +104,12 @@ def difference(job: Mapping[str, Any], request: Mapping[str, Any]) -> str:
     spot = job.get("EnableManagedSpotTraining")
     if spot is not None and spot != request["EnableManagedSpotTraining"]:
         return f"it runs {'on' if spot else 'without'} spot capacity"
-    return ""
+    reads, asked = _spec_of(job), _spec_of(request)
+    return f"it reads the spec at {reads}, not {asked}" if reads is not None and reads != asked else ""
+
+
+def _spec_of(job: Mapping[str, Any]) -> str | None:
+    """Where it reads its spec from (trainyard.functions.training_request.JOB_CHANNEL, which imports this)."""
+    channels = job.get("InputDataConfig") or []
+    sources = [one["DataSource"].get("S3DataSource", {}) for one in channels if one["ChannelName"] == "job"]
+    return sources[0].get("S3Uri") if sources else None

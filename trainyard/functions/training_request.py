@@ -21,9 +21,9 @@ DEFAULT_WAIT_FACTOR = 2
 """Spot: hours of waiting and running together, as a multiple of max_hours, where the job doesn't say."""
 
 
-def spec_prefix(job_id: str) -> str:
-    """Where the files of the `job` channel lie in the tenant's data bucket."""
-    return f"jobs/{job_id}/spec/"
+def spec_prefix(job_id: str, spec: str = "") -> str:
+    """Where the files of the `job` channel lie in the tenant's data bucket; `spec`: its `spec_name`."""
+    return f"jobs/{job_id}/spec/{spec}/" if spec else f"jobs/{job_id}/spec/"
 
 
 def output_path(checkpoints_bucket: str, job_id: str) -> str:
@@ -42,12 +42,14 @@ def training_job_request(
     num_hosts: int,
     volume_key: bool,
     asked: int | None = None,
+    spec_name: str = "",
 ) -> dict[str, Any]:
     """CreateTrainingJob's arguments for one attempt; nothing is read and no clock is asked.
 
     `spec`: the resolved JobSpec as JSON; `contract`: the TenantContract as JSON; `channels`: `name`, `kind` (s3 or fsx)
     and `location` of each. `volume_key`: whether the type keeps data on EBS, whose volume takes a key (types with local
-    NVMe refuse one). `asked`: the newest attempt that a person asked for; None: this one.
+    NVMe refuse one). `asked`: the newest attempt that a person asked for; None: this one. `spec_name`: which of the
+    job's specs, where each has a place of its own.
 
     EnableInterContainerTrafficEncryption is off on purpose: it tunnels collectives through IPsec, its effect on
     EFA is undocumented, and the traffic never leaves the tenant's private subnets and its self-only security
@@ -55,7 +57,7 @@ def training_job_request(
     because it takes the role's credentials from the container, and the trainer uploads its own checkpoints.
     """
     compute, key = spec["compute"], contract["keys"]["checkpoints"]
-    spec_uri = f"s3://{contract['buckets']['data']}/{spec_prefix(job_id)}"
+    spec_uri = f"s3://{contract['buckets']['data']}/{spec_prefix(job_id, spec_name)}"
     spec_channel = {"name": JOB_CHANNEL, "kind": "s3", "location": spec_uri}
     resources = {"InstanceType": compute["instance_type"], "InstanceCount": num_hosts}
     resources |= {"VolumeSizeInGB": EBS_VOLUME_GIB, "VolumeKmsKeyId": key} if volume_key else {}

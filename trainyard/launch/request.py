@@ -19,10 +19,11 @@ def training_job_request(
     image: str,
     channels: Sequence[Channel],
     asked: int | None = None,
+    spec_name: str = "",
 ) -> dict[str, Any]:
     """CreateTrainingJob's arguments for one attempt of `job`; nothing is read and no clock is asked.
 
-    `asked`: the newest attempt that a person asked for; None: this one.
+    `asked`: the newest attempt that a person asked for; None: this one. `spec_name`: which of the job's specs.
     """
     spec = job.spec
     assert spec.compute.instance_type is not None
@@ -36,5 +37,6 @@ def training_job_request(
         num_hosts=job.num_hosts,
         # VolumeKmsKeyId may not be set on types with local NVMe (hardware-encrypted): CreateTrainingJob refuses it.
         asked=asked,
+        spec_name=spec_name,
         volume_key=not hardware.instance(spec.compute.instance_type).local_nvme_gib,
     )

@@ -32,6 +32,8 @@ WAITING, LAUNCHING = "Waiting", "Launching"
 """A trial's states before it has a job: nothing was done yet; its launch was begun, and may have gone through."""
 REFUSED = "Refused"
 """No job was started: the launch was refused."""
+UNANSWERED = "Unanswered"
+"""Nobody said whether a job was started: a sweep that goes on looks for it, and launches it where there is none."""
 
 
 class Trial(SpecModel):
@@ -42,7 +44,7 @@ class Trial(SpecModel):
     """Of its job (JobSpec.name): by it the job is found again, so no other job has it."""
     overrides: tuple[str, ...]
     state: str = WAITING
-    """Waiting, Launching, Refused, or its job's state when it was last looked at."""
+    """Waiting, Launching, Refused, Unanswered, or its job's state when it was last looked at."""
     job_id: str | None = None
     why: str = ""
     """Why the sweep ended it, or why it was not started; empty for one that ended by itself."""

@@ -5,14 +5,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trainyard.errors import InputError, TrainyardError
+from trainyard.errors import AwsAwayError, InputError, TrainyardError
 from trainyard.launch import watch
-from trainyard.launch.backend import Say
+from trainyard.launch.backend import Say, SilentError
 from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
 from trainyard.launch.spending import spent
 from trainyard.operate.course import Course, curve, units_per_second
-from trainyard.operate.sweep.record import LAUNCHING, REFUSED, WAITING, SweepRecord, SweepStore, Trial, trial_name
+from trainyard.operate.sweep.record import (
+    LAUNCHING,
+    REFUSED,
+    UNANSWERED,
+    WAITING,
+    SweepRecord,
+    SweepStore,
+    Trial,
+    trial_name,
+)
 from trainyard.operate.sweep.search import Search, Told
 from trainyard.operate.sweep.standings import Standings, standings
 from trainyard.operate.sweep.stopping import losers
@@ -21,7 +30,7 @@ from trainyard.spec.job import JobSpec
 MOST_FAILED_LOOKS = 10
 """In a row at one job that end the sweep's process (and no job): a network that is away for a minute does not."""
 MOST_FAILED_LAUNCHES = 10
-"""Of one trial in a row, where AWS or the network says no and not trainyard itself, until it is refused."""
+"""Of one trial in a row, where AWS or the network says no and not trainyard itself, until it is given up."""
 LATE_LOOKS = 30
 """At a failed trial that the tenant's resumer may start again, five minutes on AWS, before the sweep counts it as over:
 the resumer acts within one, or not at all."""
@@ -74,6 +83,11 @@ def _value_told(trial: Trial) -> float | None:
     if trial.diverged or trial.state == REFUSED:
         return math.inf
     return trial.value if trial.is_over else None
+
+
+def _is_unanswered(error: TrainyardError) -> bool:
+    """Whether it says nothing of what was asked: who is asked again may answer."""
+    return bool(error.may_run) or isinstance(error, AwsAwayError | SilentError)
 
 
 def first_trials(search: Search, launcher: Launcher, token: str, job_name: str) -> tuple[Trial, ...]:
@@ -187,10 +201,11 @@ class Runner:
             found = self.launcher.find(self._spec(trial))
             if found is not None:
                 self._adopt(trial, *found)
-        except InputError as error:
-            self._keep(trial.model_copy(update={"state": REFUSED, "why": str(error)}))
         except TrainyardError as error:
-            self.say(f"trial {trial.number}: {error}")
+            if isinstance(error, InputError) and not _is_unanswered(error):
+                self._keep(trial.model_copy(update={"state": REFUSED, "why": str(error)}))
+            else:
+                self.say(f"trial {trial.number}: {error}")
 
     def _look_at(self, trial: Trial, job_id: str) -> None:
         try:
@@ -355,12 +370,12 @@ class Runner:
             else:
                 self._adopt(trial, *found)
         except TrainyardError as error:
-            if error.may_run or not isinstance(error, InputError):
+            if _is_unanswered(error) or not isinstance(error, InputError):
                 failures = self._failed_launches[trial.number] = self._failed_launches.get(trial.number, 0) + 1
                 if failures < MOST_FAILED_LAUNCHES:
                     self.say(f"trial {trial.number} is tried again: {error}")
                     return False
-            return self._refused(trial, error)
+            return self._given_up(trial, error)
         self._failed_launches.pop(trial.number, None)
         return True
 
@@ -376,10 +391,16 @@ class Runner:
         self._keep(trial.model_copy(update={"state": record.state, "job_id": record.job_id}))
         self.say(f"trial {trial.number} of {self.search.num_trials}: {record.job_id} ({' '.join(trial.overrides)})")
 
-    def _refused(self, trial: Trial, error: TrainyardError) -> bool:
+    def _given_up(self, trial: Trial, error: TrainyardError) -> bool:
         if not any(one.is_running for one in self.record.trials):
-            self._keep(trial.model_copy(update={"state": REFUSED, "why": str(error)}))
-            self.say(f"trial {trial.number} is refused: {error}")
+            state, told = REFUSED, f"is refused: {error}"
+            if _is_unanswered(error):
+                again = (
+                    f"`trainyard sweep --resume {self.record.name}` looks for its job, and launches it if there is none"
+                )
+                state, told = UNANSWERED, f"got no answer, {MOST_FAILED_LAUNCHES} times: {error}; {again}"
+            self._keep(trial.model_copy(update={"state": state, "why": str(error)}))
+            self.say(f"trial {trial.number} {told}")
             return True
         if str(error) != self._held_back:
             self._held_back = str(error)
