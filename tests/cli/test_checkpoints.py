@@ -296,6 +296,34 @@ def test_a_copy_to_where_a_job_saves_waits_for_its_end(
         assert f"{to}: job {job} saves there, and is still going (Training)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("state", ["Training", "Completed"])
+def test_a_copy_to_a_prefix_where_a_job_of_this_machine_saves_waits_for_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    """Of its `checkpoint.destination`, which no tenant's job may state, the prefix says nothing."""
+    record = SimpleNamespace(checkpoint_destination="s3://acme-data/runs/one/")
+    records = {"local-tiny-20260131120000-1a2b": record}
+
+    def read(job_id: str) -> Any:
+        if job_id not in records:
+            raise InputError(f"job {job_id}: its record can't be read")
+        return SimpleNamespace(record=records[job_id])
+
+    store = SimpleNamespace(read=read, job_ids=lambda: ["local-other-20260131120001-1a2b", *records])
+    here = SimpleNamespace(store=store, backend=SimpleNamespace(observe=lambda _: Observation(state)))
+    copied: list[str] = []
+    monkeypatch.setattr("trainyard.launch.place.local_place", lambda: here)
+    monkeypatch.setattr("trainyard.cli.checkpoints._client_of", lambda *_: None)
+    monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
+    words = ["checkpoints", "copy", str(folder), "--step", "20", "--tenant", "acme"]
+    assert run([*words, "s3://acme-data/runs/one-more"]) == 0
+    is_refused = state == "Training"
+    assert run([*words, "s3://acme-data//runs/one"]) == (2 if is_refused else 0)
+    assert len(copied) == (1 if is_refused else 2)
+    if is_refused:
+        assert "job local-tiny-20260131120000-1a2b saves there, and is still going" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [InputError, AwsRefusedError, AwsAwayError])
 def test_a_place_whose_job_nobody_knows_is_copied_to(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[TrainyardError]

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,7 +212,10 @@ def test_each_field_that_a_record_gets_is_a_version_of_its_own() -> None:
     assert (len(fields), RECORD_VERSION) == (33, 2), f"a field came or went: raise RECORD_VERSION; now: {fields}"
 
 
-@pytest.mark.parametrize("moment", ["", "yesterday", "2026-01-31T12:00:00"])
+_LAST, _FIRST = "9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize("moment", ["", "yesterday", "2026-01-31T12:00:00", _LAST, _FIRST])
 @pytest.mark.parametrize("where", ["states.0.at", "attempts.0.created_at", "attempts.0.handed_over_at"])
 def test_a_moment_that_is_none_is_one_line(tmp_path: Path, make_record: MakeRecord, where: str, moment: str) -> None:
     """Who writes a record by hand; a verb that reckoned with it ended in a traceback."""
@@ -221,7 +226,9 @@ def test_a_moment_that_is_none_is_one_line(tmp_path: Path, make_record: MakeReco
     section, _, field = where.split(".")
     content[section][0][field] = moment
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"record\.json: {where}: '{moment}' is no moment as 2026-") as told:
+    with pytest.raises(
+        InputError, match=rf"record\.json: {where}: '{re.escape(moment)}' is no moment as 2026-"
+    ) as told:
         folder.read(JOB_ID)
     assert "\n" not in str(told.value)
 
@@ -245,6 +252,20 @@ def test_a_record_that_cannot_be_read_is_not_a_job_that_is_not_there(tmp_path: P
     (folder.directory("acme-x") / "record.json").mkdir(parents=True)  # refused to root too
     with pytest.raises(InputError, match=r"^job acme-x: .*record\.json can't be read: Is a directory$"):
         folder.read("acme-x")
+
+
+def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    folder = FolderRecordStore(tmp_path)
+    folder.directory("acme-x").mkdir()
+    pipe = folder.directory("acme-x") / "record.json"
+    os.mkfifo(pipe)
+    ends_it = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)), daemon=True)
+    ends_it.start()  # who waits at it anyway gets nothing, and no test without an end
+    with pytest.raises(InputError, match=r"^job acme-x: .*record\.json can't be read: it is no file; bring the record"):
+        folder.read("acme-x")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ends_it.join()
+    os.close(reader)
 
 
 def test_next_attempt_keeps_the_job_and_its_checkpoints(make_record: MakeRecord) -> None:

@@ -13,6 +13,9 @@ from trainyard.cli.output import console, print_json
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, JobFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainyard.launch.place import Place
     from trainyard.launch.record import JobRecord
     from trainyard.spec.retention import Retention
 
@@ -315,29 +318,47 @@ def _client_of(tenant: str, environment: str, what: str) -> Any:
 
 
 def _refuse_running(to: str, environment: str, tenant: str | None) -> None:
-    """InputError where a job saves to `to` that has not ended: a bucket knows no locks, but where a tenant's job saves
-    has the job's id. Nothing where nobody can say; AwsAwayError where AWS doesn't answer now."""
-    from trainyard.launch.names import job_id_of
-    from trainyard.launch.place import place_of
+    """InputError where a job saves to `to` that has not ended: a bucket knows no locks. Where a tenant's job saves has
+    the job's id; where others do, the records of this machine say. Nothing where nobody can say; AwsAwayError where AWS
+    doesn't answer now."""
+    from trainyard.launch.place import local_place, place_of
 
-    named = _OF_A_JOB.fullmatch(to)
-    if named is None:
+    if not to.startswith("s3://"):  # a folder knows locks
         return
+    if (named := _OF_A_JOB.fullmatch(to)) is not None:
+        _refuse_job_at(to, named[1], lambda job_id: place_of(job_id, environment, tenant), environment, tenant)
+    here = local_place()
+    for job_id in here.store.job_ids():
+        _refuse_job_at(to, job_id, lambda _: here, environment, tenant)
+
+
+def _refuse_job_at(
+    to: str, name: str, place_of: "Callable[[str], Place]", environment: str, tenant: str | None
+) -> None:
+    from trainyard.launch.names import job_id_of
+
     try:
-        job_id = job_id_of(named[1])
-        place = place_of(job_id, environment, tenant)
+        job_id = job_id_of(name)
+        place = place_of(job_id)
         record = place.store.read(job_id).record
-        running = place.backend.observe(record)
+        is_there = _bare(record.checkpoint_destination) == _bare(to)
+        running = place.backend.observe(record) if is_there else None
     except AwsAwayError:  # it may be answered a little later
         raise
     except (InputError, AwsRefusedError):  # no job of ours, a cluster that doesn't answer, a tenant that isn't deployed
         return
-    if record.checkpoint_destination.rstrip("/") == to.rstrip("/") and running is not None and not running.finished:
+    if running is not None and not running.finished:
         stop = f"trainyard stop {job_id}{as_given(environment, tenant)}"
         raise InputError(
             f"{to}: job {job_id} saves there, and is still going ({running.state}): copy after its end ({stop}), or "
             "give another prefix or folder"
         )
+
+
+def _bare(uri: str) -> str:
+    """As both sides read it, who copies and who saves: the bucket, and the prefix without slashes at its ends."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    return f"{bucket}/{prefix.strip('/')}"
 
 
 def _steps(steps: list[int]) -> str:

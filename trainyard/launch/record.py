@@ -8,11 +8,12 @@ and a resumer can't overwrite each other in silence.
 import fcntl
 import hashlib
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -234,9 +235,11 @@ def _check_moments(record: JobRecord, where: str) -> None:
 
 def _is_moment(text: str) -> bool:
     try:
-        return datetime.fromisoformat(text).tzinfo is not None
+        moment = datetime.fromisoformat(text)
     except ValueError:
         return False
+    # Of the first and the last year that there is, an hour before or after may be none.
+    return moment.tzinfo is not None and MINYEAR < moment.year < MAXYEAR
 
 
 class NoRecordError(InputError):
@@ -338,6 +341,9 @@ class FolderRecordStore:
         """The record; InputError where there is none."""
         path = self.directory(job_id) / "record.json"
         try:
+            kind = path.stat().st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a pipe would be waited for without an end
+                raise InputError(f"job {job_id}: {path} can't be read: it is no file; bring the record back")
             text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise _missing(job_id, str(self.folder)) from None
