@@ -2,9 +2,10 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from trainer.checkpoint import Interval, best_interval_seconds
@@ -102,10 +103,10 @@ def test_a_validated_step_that_is_the_best_so_far_is_saved_and_stays(tmp_path: P
     assert left == {f"step-{step:08d}" for step in {rising[-1], 8}}
 
 
-def measuring(metric: str, *, failed_elsewhere: set[int]) -> Session:
+def measuring(metric: str, *, failed_elsewhere: set[int], mode: Literal["min", "max"] = "min") -> Session:
     """A session that measures; saves of `failed_elsewhere` fail on another rank."""
     session: Any = Session.__new__(Session)
-    checkpoint = SimpleNamespace(keep_best=BestSpec(metric=metric))
+    checkpoint = SimpleNamespace(keep_best=BestSpec(metric=metric, mode=mode))
     session._job = SimpleNamespace(spec=SimpleNamespace(checkpoint=checkpoint))
     session._bests = []
 
@@ -156,6 +157,42 @@ def test_a_last_save_that_came_at_the_second_try_says_that_it_is_the_best(tmp_pa
     assert code == 0, output
     extra = json.loads((there / "checkpoints/step-00000002/manifest.json").read_text())["extra"]
     assert extra["best"] == extra["metrics"]["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "says", "best"),
+    [
+        ("validation_loss", "min", ["validation_loss", "min"], 1.0),
+        ("validation_loss", "min", "nothing", 1.0),
+        ("validation_perplexity", "min", ["validation_loss", "min"], 20.0),
+        ("validation_loss", "max", ["validation_loss", "min"], 3.0),
+        ("validation_top1_accuracy", "max", ["validation_loss", "min"], None),
+        ("validation_loss", "min", None, 3.0),
+    ],
+)
+def test_a_resume_for_another_metric_is_not_held_against_the_best_of_the_one_before(
+    metric: str, mode: Any, says: Any, best: float | None
+) -> None:
+    """A perplexity is never as low as a loss: no step would be the best again, and none of them saved."""
+    session = measuring(metric, failed_elsewhere=set(), mode=mode)
+    session._measured = {"loss": 2.0, "validation_loss": 3.0, "validation_perplexity": 20.0}
+    extra = {"best": 1.0 if says else None} | ({} if says == "nothing" else {"best_of": says})
+    assert session._bests_of(extra, 8) == ([] if best is None else [(8, best)])
+
+
+def test_a_resume_for_another_metric_saves_its_best_steps(tmp_path: Path) -> None:
+    settings = ["checkpoint.every_steps=null", "checkpoint.every_minutes=null", "checkpoint.keep_last=9"]
+
+    def run(steps: int, metric: str) -> list[str]:
+        job = write_job(tmp_path, "single", steps=steps, validation_every_steps=2)
+        more = [*settings, f"checkpoint.keep_best.metric={metric}"]
+        output, _ = run_trainer(1, job, tmp_path / "out", *(word for value in more for word in ("--set", value)))
+        return re.findall(r"^checkpoint (step=\d+) committed", output, re.MULTILINE)
+
+    run(2, "validation_loss")
+    assert run(6, "validation_perplexity") == ["step=4", "step=6"]
+    extra = json.loads((tmp_path / "out/checkpoints/step-00000006/manifest.json").read_text())["extra"]
+    assert extra["best"] == extra["metrics"]["validation_perplexity"]
 
 
 def test_of_every_steps_loss_the_best_alone_is_remembered() -> None:

@@ -292,8 +292,8 @@ class Session:
         if "anomalies" in extra:  # not in checkpoints of the first trainers
             self.anomalies.watch.load_state(extra["anomalies"])
         check_same_base(extra.get("base"), self._base, uri=info.uri, source=self._job.spec.model.source)
-        best, self._measured = extra.get("best"), extra.get("metrics") or {}
-        self._bests = [] if best is None else [(info.step, best)]
+        self._measured = extra.get("metrics") or {}
+        self._bests = self._bests_of(extra, info.step)
         self._validation.was_broken_off = extra.get("owes_validation", False)
         self.step = self._saved_step = info.step
         self._course.resumed(info.step, self.data.train.sequences_consumed)
@@ -515,6 +515,20 @@ class Session:
             **self._goodput.told_once,
         }
 
+    @property
+    def _best_of(self) -> list[str] | None:
+        """What `_bests` are values of, as a checkpoint says it."""
+        best = self._job.spec.checkpoint.keep_best
+        return None if best is None else [best.metric, best.mode]
+
+    def _bests_of(self, extra: dict[str, Any], step: int) -> list[tuple[int, float]]:
+        """The best so far as the checkpoint of `step` knows it. A resume may ask for another metric, or the other end
+        of it: what was best is nothing then that a value could surpass, and only the checkpoint's own step is known."""
+        value, asked = extra.get("best"), self._best_of
+        if asked is not None and extra.get("best_of", asked) != asked:  # the first trainers say none
+            value = self._measured.get(asked[0])
+        return [] if value is None or asked is None else [(step, value)]
+
     def _measure(self, row: dict[str, Any]) -> None:
         """Notes what keep_best looks at, alike on all ranks: a validated step that is the best so far is saved."""
         self._measured = flat_metrics(row)
@@ -591,6 +605,7 @@ class Session:
             **self._provenance,
             "metrics": self._measured,
             "best": self._best,
+            "best_of": self._best_of,
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
         attachments = {}
