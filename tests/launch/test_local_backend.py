@@ -162,6 +162,60 @@ def test_a_stopped_job_has_saved_and_resumes(place: Path, tmp_path: Path) -> Non
     assert "resumed step=1" in log.read_text()
 
 
+def saving_at(spec: JobSpec, destination: str, **more: str) -> JobSpec:
+    checkpoint = spec.checkpoint.model_copy(update={"destination": destination, **more})
+    return spec.model_copy(update={"checkpoint": checkpoint})
+
+
+def test_a_job_that_is_resumed_from_another_folder_finds_its_checkpoints(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a destination that is a path from the folder of its launch; it began anew, in a folder of that name there."""
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    record = launch_here(saving_at(local_spec(tmp_path, "stopping"), "saved", local_directory="nvme"), place)
+    assert record.checkpoint_destination == str(tmp_path / "here/saved")
+    assert record.resolved.spec.checkpoint.local_directory == str(tmp_path / "here/nvme")
+    assert record.spec.checkpoint.destination == "saved", "as it was written"
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    log = place / record.job_id / "log.txt"
+    wait_until(lambda: log.exists() and "step=1" in log.read_text())
+    watch.stop(store, backend, record.job_id)
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    monkeypatch.chdir(tmp_path / "there")
+    watch.resume(store, backend, record.job_id)
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    assert "resumed step=1" in log.read_text() and not list((tmp_path / "there").iterdir())
+
+
+def test_a_record_of_before_whose_place_is_no_place_here_is_not_begun_anew(
+    job: JobSpec, resolved: ResolvedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = new_record(
+        job,
+        resolved.model_copy(update={"spec": saving_at(resolved.spec, "saved")}),
+        job_id="local-tiny-20260131120000-1a2b",
+        backend="local",
+        environment=None,
+        plan={},
+        image=None,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
+    monkeypatch.chdir(tmp_path)
+    backend = LocalBackend(tmp_path / "jobs")
+    backend.check(record)  # the first attempt has nothing to go on from
+    for refuses in (backend.check, lambda record: backend.submit(record, print)):
+        with pytest.raises(
+            InputError, match=rf"destination saved is a path from .* none in {tmp_path}: resume it from"
+        ):
+            refuses(record.with_next_attempt())
+    (tmp_path / "saved").mkdir()
+    backend.check(record.with_next_attempt())
+
+
 def test_a_job_whose_folder_was_moved_is_not_begun_anew(job: JobSpec, resolved: ResolvedJob, tmp_path: Path) -> None:
     """With the checkout that it was launched from, most often: its record has the place where they were."""
     before, now, job_id = tmp_path / "before", tmp_path / "now", "local-tiny-20260131120000-1a2b"

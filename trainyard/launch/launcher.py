@@ -155,7 +155,7 @@ def launch_from_here(
     )
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
-    destination = job.checkpoint.destination or str((root or folder.resolve()) / job_id)
+    destination = sent.checkpoint.destination or str((root or folder.resolve()) / job_id)
     record = new_record(
         job,
         with_destination(sent, destination, world_size=num_processes),
@@ -237,7 +237,16 @@ def local_job(job: JobSpec) -> JobSpec:
     if images and images.class_names:
         names = _local_path(images.class_names, "images.class_names")
         images = images.model_copy(update={"class_names": names})
-    return job.model_copy(update={"data": data.model_copy(update=changes), "model": model, "images": images})
+    # A resume from another folder would look for its checkpoints there, find none, and begin anew.
+    places = {name: _absolute(getattr(job.checkpoint, name)) for name in ("destination", "local_directory")}
+    checkpoint = job.checkpoint.model_copy(update=places)
+    data = data.model_copy(update=changes)
+    return job.model_copy(update={"data": data, "model": model, "images": images, "checkpoint": checkpoint})
+
+
+def _absolute(place: str | None) -> str | None:
+    """A folder that need not be there yet."""
+    return place if place is None or "://" in place else str(Path(place).absolute())
 
 
 def _local_path(path: str, where: str, hint: str = "") -> str:

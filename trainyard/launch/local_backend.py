@@ -56,9 +56,16 @@ class LocalBackend:
             self._start(record, directory)
 
     def _refuse_moved(self, record: JobRecord) -> None:
-        """InputError where the job's folder was moved with its checkpoints: at the place it knows it began anew."""
+        """InputError where the job's folder was moved with its checkpoints: at the place it knows it began anew. So did
+        one whose place is said from the folder of its launch, as earlier trainyards noted it, in another."""
         known, here = Path(record.checkpoint_destination), self._folder.absolute() / record.job_id
-        is_there = "://" in record.checkpoint_destination or (known / CHECKPOINTS).exists()
+        is_s3 = "://" in record.checkpoint_destination
+        if record.attempt.number > 1 and not (is_s3 or known.is_absolute() or known.exists()):
+            raise InputError(
+                f"job {record.job_id}: its checkpoint.destination {known} is a path from the folder where it was"
+                f" launched, and there is none in {Path.cwd()}: resume it from there; to begin anew: mkdir {known}"
+            )
+        is_there = is_s3 or (known / CHECKPOINTS).exists()
         if record.attempt.number > 1 and not is_there and (here / CHECKPOINTS).is_dir():
             raise InputError(
                 f"job {record.job_id}: its checkpoints are in {here}, and its record says {known}: its folder was"
