@@ -108,6 +108,18 @@ def test_trials_are_told_to_one_experiment(job_path: str) -> None:
     assert (own.tracking.experiment, own.name) == ("mine", "t-1")
 
 
+@pytest.mark.parametrize("stated", ["saved", "s3://acme-data/runs/"])
+def test_no_trial_goes_on_from_what_another_saved(job_path: str, stated: str) -> None:
+    """At one stated destination the second found the first one's last checkpoint, trained nothing, and was as good."""
+    given = {"over": ("training.seed=1,2",), "search": "grid", "num_trials": None, "seed": 0, "parallel": 1}
+    given |= {"stop_rule": "none", "metric": "loss", "environment": "test", "backend": None, "started_at": "now"}
+    given |= {"overrides": (f"checkpoint.destination={stated}",)}
+    record = parse(SweepRecord, given | {"name": "rates", "token": "abc123", "directory": "/"}, "sweep")
+    launcher = sweeping.VerbLauncher(record, Path(job_path))
+    places = [launcher.load(f"t-{number}", ()).checkpoint.destination for number in (1, 2)]
+    assert places == [f"{stated.rstrip('/')}/t-1", f"{stated.rstrip('/')}/t-2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -1,11 +1,13 @@
 """A candidate against its baseline: judged by the figures, by real jobs of this machine, and never kept if worse."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.operate import canary
 from trainyard.operate.canary import Limits, Ran, Release, Verdict, judge, tried
 from trainyard.spec.base import parse
-from trainyard.spec.job import ComputeSpec, JobSpec
+from trainyard.spec.job import ComputeSpec, JobSpec, load_job
 
 HERE = [
     *("--set", "compute.instance_type=null", "--set", "compute.spot=false", "--set", "compute.instance_count=1"),
@@ -314,6 +316,28 @@ def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
     capsys.readouterr()
     assert run(verb) == 0 and promoted == ["candidate-1"]
     assert json.loads(capsys.readouterr().out)["promoted"] == {"model_package": "arn"}, "one document"
+
+
+def test_neither_of_the_two_goes_on_from_what_the_other_saved(
+    job_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At one stated destination the candidate found the last checkpoint of the baseline, and trained nothing."""
+    places: list[str | None] = []
+
+    def run_job(path: Path, options: Sequence[str], *given: Any) -> Ran:
+        overrides = [option for before, option in pairwise(options) if before == "--set"]
+        places.append(load_job(path, overrides).checkpoint.destination)
+        return Ran(f"{given[1]}-1", "Completed", "", rows_of(40))
+
+    monkeypatch.setattr(canary, "run_job", run_job)
+    verb = ["canary", job_path, "--set", "training.seed=2", "--evidence", str(tmp_path / "seen")]
+    assert run(verb) == 0 and places == [None, None], "each has its own by itself"
+    content = job_content()
+    content["checkpoint"] = {**content.get("checkpoint", {}), "destination": "/saved: #1"}
+    Path(job_path).write_text(yaml.safe_dump(content), encoding="utf-8")
+    assert run(verb) == 0 and run(verb) == 0
+    stated = places[2:]
+    assert len(set(stated)) == 4 and all(re.fullmatch(r"/saved: #1/canary-\w+-\w{6}", str(one)) for one in stated)
 
 
 def test_the_real_promote_takes_what_the_canary_gives_it(

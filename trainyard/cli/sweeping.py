@@ -237,10 +237,15 @@ class VerbLauncher:
 
     def load(self, name: str, overrides: Sequence[str]) -> "JobSpec":
         """See operate.sweep.runner.Launcher; an empty name leaves the job's own."""
+        from trainyard.spec.checkpoint_names import place_for
+
         named = [f"name={name}"] if name else []
         given = [*self._record.overrides, *overrides, *named]
         # What stays behind was said of the job as the sweep began.
         spec = load_for_backend(self._job_file, given, self._record.backend, say=lambda _: None)
+        if name:
+            own = {"destination": place_for(name, spec.checkpoint.destination)}
+            spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=own)})
         if spec.tracking.experiment is not None:
             return spec
         # Trials are there to be compared: one experiment for all of them, not one for each name.

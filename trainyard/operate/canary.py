@@ -7,6 +7,7 @@ takes released images alone; whatever then keeps it from being found as good bri
 import json
 import math
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from trainyard.operate.image import publish
 from trainyard.operate.runbooks.figures import diverged
 from trainyard.operate.runbooks.framework import keep, trainyard_command
 from trainyard.operate.tracking import params_of
+from trainyard.spec.base import apply_overrides, read_yaml
+from trainyard.spec.checkpoint_names import place_for
 from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
@@ -254,7 +257,8 @@ class Canary:
 
     def _baseline(self) -> Ran:
         if self.against is None:
-            ran = run_job(self.job, self._launch_options(()), self.folder, "baseline", self.environment, self.tenant)
+            options = self._launch_options((), "baseline")
+            ran = run_job(self.job, options, self.folder, "baseline", self.environment, self.tenant)
             if ran.state != "Completed":
                 raise JobFailedError(f"the baseline, job {ran.job_id}: {ran.state}: {ran.failure or 'see its logs'}")
             return ran
@@ -264,12 +268,17 @@ class Canary:
         return ran
 
     def _candidate(self, baseline: Ran) -> Verdict:
-        options = self._launch_options(self.overrides)
+        options = self._launch_options(self.overrides, "candidate")
         ran = run_job(self.job, options, self.folder, "candidate", self.environment, self.tenant)
         keep(self.folder, "candidate-metrics.jsonl", dumped(ran.rows))
         return judge(ran, baseline, self.limits, self.image)
 
-    def _launch_options(self, overrides: Sequence[str]) -> tuple[str, ...]:
+    def _launch_options(self, overrides: Sequence[str], name: str) -> tuple[str, ...]:
+        checkpoint = apply_overrides(read_yaml(self.job), overrides).get("checkpoint")
+        stated = checkpoint.get("destination") if isinstance(checkpoint, dict) else None
+        # Where the other saved it would go on, and train nothing that could be compared.
+        if (own := place_for(f"canary-{name}-{secrets.token_hex(3)}", stated)) is not None:
+            overrides = [*overrides, f"checkpoint.destination={json.dumps(own)}"]
         options = [word for one in overrides for word in ("--set", one)]
         options += ["--backend", self.backend] if self.backend is not None else []
         options += ["--processes", str(self.processes)] if self.processes is not None else []

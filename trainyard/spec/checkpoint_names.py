@@ -17,6 +17,12 @@ def is_foreign(place: str) -> bool:
     return not place.startswith("s3://") and ("://" in place or _ADDRESS.match(place) is not None)
 
 
+def place_for(name: str, stated: Any) -> str | None:
+    """Below the destination that a job states: for one of several jobs that are made of the same file, each of which
+    would go on from the checkpoints of the one before it. None: it states none, and each has its own."""
+    return f"{stated.rstrip('/')}/{name}" if isinstance(stated, str) and stated else None
+
+
 def misnamed(name: str) -> str:
     """What is wrong with a step's checkpoint that lies under a name of a step, but not under `name`, its folder's."""
     return f"its folder must be called {name.rpartition('/')[2]} again"
