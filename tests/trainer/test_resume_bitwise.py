@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer.observe.left_out import LEFT_OUT_FILE
 from trainer_testing.checkpoints import unchanged_bytes
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import bits, rows_of, run_trainer, start_faulty_trainer, write_job
@@ -81,3 +82,24 @@ def take_over_with_one_rank(job: Path, output_dir: Path, whole: list[dict[str, A
     assert bits(rows[:STEPS]) == bits(whole)
     assert len(rows) == STEPS + 3
     assert abs(rows[-1]["loss"] - whole[-1]["loss"]) < 0.1 * whole[-1]["loss"]
+
+
+def test_a_machine_that_a_job_comes_back_to_has_what_others_made_of_it_meanwhile(tmp_path: Path) -> None:
+    """On a cluster whose hosts keep their own folders, say. Its rows ended where the job had left it, and the next
+    checkpoint put them in the place of all; a batch that was left out meanwhile it learnt from."""
+    there = tmp_path / "there"
+    settings = ("--set", f"checkpoint.destination={there}")
+    noted = json.dumps({"step": 9, "anomaly": "x", "first_sequence": 64, "rolled_back_to": 8, "at": 0.0}) + "\n"
+    for steps, machine in ((4, "one"), (8, "other"), (12, "one")):
+        job = write_job(tmp_path, "single", steps=steps)
+        run_trainer(1, job, tmp_path / machine, *settings)
+        if machine == "other":
+            (there / LEFT_OUT_FILE).write_text(noted)
+    for folder in (tmp_path / "one", there):
+        assert [(row["step"], row["attempt"]) for row in rows_of(folder)] == [
+            (step, (step + 3) // 4) for step in range(1, 13)
+        ]
+        assert (folder / LEFT_OUT_FILE).read_text() == noted
+    manifest = json.loads((there / "checkpoints/step-00000012/manifest.json").read_text())
+    assert manifest["extra"]["data"]["sequences_consumed"] == 8 * 13, "and is passed over"
+    assert not list(tmp_path.rglob("*.fetched"))

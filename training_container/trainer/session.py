@@ -29,7 +29,7 @@ from trainer.observe.away import launch_of
 from trainer.observe.exposition import Exposition
 from trainer.observe.goodput import GOODPUT_FILE, GoodputLog, process_seconds
 from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
-from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, replace_all
+from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, attempts_in, replace_all
 from trainer.observe.observer import Observer
 from trainer.observe.step_clock import StepClock
 from trainer.observe.throughput import Expected
@@ -263,9 +263,8 @@ class Session:
         `began`: when the search for a checkpoint did (perf_counter).
         """
         written_at = self._metrics.written_at()
-        for path in (self._metrics.path, self._metrics.attempts_path, self._left_out.path, self._goodput.path):
-            if not path.exists():
-                self._checkpointer.fetch_file(path.name, path)
+        if self._bring_records():
+            written_at = None  # by a start that others followed
         rows = self._metrics.rows()
         attempt = self._metrics.begin_attempt(resumed_step=self.step, rows=rows)
         seconds = {
@@ -277,6 +276,18 @@ class Session:
         self._goodput.begin(rows, attempt=attempt, resumed_step=self.step, seconds=seconds, written_at=written_at)
         self._checkpointer.publish_first(ATTEMPTS_FILE, self._metrics.attempts_path)
         return attempt
+
+    def _bring_records(self) -> bool:
+        """Has what lies beside the checkpoints here too, where it isn't, or is of a start that others followed on
+        another machine: their rows, and the batches that they left out, are there alone. Whether it was of such a one.
+        """
+        there = self._checkpointer.read_file(ATTEMPTS_FILE)
+        is_old = there is not None and self._metrics.num_attempts() < attempts_in(there)
+        for path in (self._metrics.path, self._metrics.attempts_path, self._left_out.path, self._goodput.path):
+            fetched = path.with_name(f"{path.name}.fetched")
+            if (is_old or not path.exists()) and self._checkpointer.fetch_file(path.name, fetched):
+                fetched.replace(path)
+        return is_old
 
     def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:
         attachments = self._attachments() if self._runtime.is_first else {}

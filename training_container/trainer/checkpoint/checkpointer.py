@@ -673,6 +673,21 @@ class Checkpointer:
             return False
         return place.parent.samefile(path.parent)
 
+    def read_file(self, name: str) -> bytes | None:
+        """What `<destination>/<name>`, a small file, holds (call it on one rank); None if there is none.
+
+        AwsRefusedError or JobFailedError if the destination can't be read.
+        """
+        try:
+            if not self._retry(f"look for {name}", lambda: self._destination.has(name)):
+                return None
+            content: bytes = self._retry(f"reading {name}", lambda: self._destination.get_bytes(name))
+        except MissingFileError:
+            return None
+        except DestinationError as error:
+            raise self._restorer.unreachable(error) from None
+        return content
+
     def fetch_file(self, name: str, path: Path) -> bool:
         """Copy `<destination>/<name>` to `path` (call it on one rank); False if there is none.
 

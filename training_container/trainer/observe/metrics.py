@@ -125,16 +125,18 @@ class MetricsLog:
         `rows`: those of `rows()`, where the caller has them.
         """
         rows = self.rows() if rows is None else rows
-        seen = [int(row["attempt"]) for row in rows]
-        if self.attempts_path.exists():
-            # Empty where a machine's power went before it was on the disk: the rows tell of attempts too.
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-                seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
-        attempt = max(seen, default=0) + 1
+        attempt = self.num_attempts(rows) + 1
         self.drop_after(resumed_step, rows)
         # Where there is no room for it, the rows still tell of every attempt that made one.
         replace_all(self.attempts_path, json.dumps({"attempts": attempt}) + "\n")
         return attempt
+
+    def num_attempts(self, rows: Sequence[dict[str, Any]] | None = None) -> int:
+        """How many there were, as far as it is known here. `rows`: those of `rows()`."""
+        rows = self.rows() if rows is None else rows
+        # The counter is empty where a machine's power went before it was on the disk: the rows tell of attempts too.
+        counted = attempts_in(self.attempts_path.read_bytes()) if self.attempts_path.exists() else 0
+        return max([counted, *(int(row["attempt"]) for row in rows)])
 
     def drop_after(self, step: int, rows: Sequence[dict[str, Any]] | None = None) -> None:
         """Drops the rows of later steps, which are made again. `rows`: those of `rows()`."""
@@ -190,6 +192,13 @@ class MetricsLog:
         path = Path(f"/proc/self/fd/{self._in_memory[-1]}")
         path.write_text(self._text(), encoding="utf-8")
         return path
+
+
+def attempts_in(content: bytes) -> int:
+    """The number that a file of attempts holds; 0 for one that is torn."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        return int(json.loads(content)["attempts"])
+    return 0
 
 
 def _rows_in(lines: Sequence[str]) -> list[dict[str, Any]]:
