@@ -419,6 +419,19 @@ def test_a_byte_altered_in_a_rows_words_stays_no_longer_than_to_the_next_start(t
     log.path.read_text(encoding="utf-8")
 
 
+def test_rows_of_later_steps_are_put_behind_what_is_taken_over(tmp_path: Path) -> None:
+    own, taken = MetricsLog(tmp_path / "own"), MetricsLog(tmp_path / "taken")
+    for log, steps in ((own, range(1, 6)), (taken, range(1, 4))):
+        log.path.parent.mkdir()
+        for step in steps:
+            log.append(row(step, more={"of": log.path.parent.name}))
+    taken.add_later(own.rows())
+    taken.add_later([])
+    assert [(one["step"], one["of"]) for one in taken.rows()] == [
+        *((step, "taken") for step in (1, 2, 3)), *((step, "own") for step in (4, 5)),
+    ]  # fmt: skip
+
+
 def test_a_record_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.path.mkdir()

@@ -286,7 +286,9 @@ class Session:
         for path in (self._metrics.path, self._metrics.attempts_path, self._left_out.path, self._goodput.path):
             fetched = path.with_name(f"{path.name}.fetched")
             if (is_old or not path.exists()) and self._checkpointer.fetch_file(path.name, fetched):
+                own = self._metrics.rows() if path == self._metrics.path else []
                 fetched.replace(path)
+                self._metrics.add_later(own)
         return is_old
 
     def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:

@@ -153,6 +153,15 @@ class MetricsLog:
         text = self._written()
         return text.count("\n") == num_rows and text[-1:] in ("", "\n") and "\ufffd" not in text
 
+    def add_later(self, others: Sequence[dict[str, Any]]) -> None:
+        """Puts those of `others` behind the rows that are of later steps: a host's own disk may have a checkpoint of a
+        start that others followed, and that was newer than what these went on from."""
+        if others:
+            rows = self.rows()
+            last = max((row["step"] for row in rows), default=0)
+            if later := [row for row in others if row["step"] > last]:
+                self._rewrite([*rows, *later])
+
     def complete(self, step: int, validation: dict[str, Any]) -> None:
         """Puts into a step's row what its validation says now that it was made up for."""
         self._rewrite([row | validation if row["step"] == step else row for row in self.rows()])
