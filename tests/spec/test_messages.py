@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from trainyard.errors import InputError
+from trainyard.spec.base import apply_overrides, as_override_value
 from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import load_environment, parse_contract
 
@@ -391,3 +392,24 @@ def test_a_tenant_is_frozen_by_a_little_money_and_who_writes_none_is_told(tmp_pa
     path = tmp_path / "frozen.yaml"
     path.write_text(yaml.safe_dump(changed(ENVIRONMENT, f"tenants.acme.budget.{quota}", 0.01)))
     assert getattr(load_environment(path).tenants["acme"].budget, quota) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"),
+    [("/data/run #2", '"/data/run #2"'), ("[1, 2] # both", '"[1, 2] # both"'), ("# none", '"# none"')],
+)
+def test_what_yaml_takes_for_a_comment_is_not_left_out_of_a_value_in_silence(value: str, quoted: str) -> None:
+    """A job saved to /data/run, and went on from what another had saved there."""
+    with pytest.raises(InputError) as told:
+        apply_overrides({}, [f"checkpoint.destination={value}"])
+    assert str(told.value).endswith(f"put the value in quotes: --set 'checkpoint.destination={quoted}'")
+    assert "\n" not in str(told.value)
+    assert apply_overrides({}, [f"a.b={quoted}"]) == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize(
+    "text", ["/data/run", "/data/run #2", "/a: b", "12", "null", "~", "*a", 'the "x"', "ü", "- a", ""]
+)
+def test_a_text_comes_through_an_override_as_it_is(text: str) -> None:
+    assert apply_overrides({}, [f"a.b={as_override_value(text)}"]) == {"a": {"b": text}}
+    assert as_override_value("/data/run 2") == "/data/run 2"

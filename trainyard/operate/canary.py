@@ -30,7 +30,7 @@ from trainyard.operate.image import publish
 from trainyard.operate.runbooks.figures import diverged
 from trainyard.operate.runbooks.framework import keep, trainyard_command
 from trainyard.operate.tracking import params_of
-from trainyard.spec.base import apply_overrides, read_yaml
+from trainyard.spec.base import apply_overrides, as_override_value, read_yaml
 from trainyard.spec.checkpoint_names import place_for
 from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import EnvironmentSpec, load_environment
@@ -278,7 +278,7 @@ class Canary:
         stated = checkpoint.get("destination") if isinstance(checkpoint, dict) else None
         # Where the other saved it would go on, and train nothing that could be compared.
         if (own := place_for(f"canary-{name}-{secrets.token_hex(3)}", stated)) is not None:
-            overrides = [*overrides, f"checkpoint.destination={json.dumps(own)}"]
+            overrides = [*overrides, f"checkpoint.destination={as_override_value(own)}"]
         options = [word for one in overrides for word in ("--set", one)]
         options += ["--backend", self.backend] if self.backend is not None else []
         options += ["--processes", str(self.processes)] if self.processes is not None else []

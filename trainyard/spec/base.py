@@ -2,6 +2,7 @@
 
 import datetime
 import difflib
+import json
 import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -213,6 +214,21 @@ def _parsed(text: str) -> Any:
         raise yaml.YAMLError("holds a value that is not of the type (!!bool, !!int, ...) stated before it") from None
 
 
+def _comment_in(text: str) -> str:
+    """What the YAML has behind its value; yaml.YAMLError where it isn't any."""
+    ends = [token.end_mark.index for token in yaml.scan(text, Loader=_Loader) if token.start_mark != token.end_mark]
+    return text[max(ends, default=0) :].strip()
+
+
+def as_override_value(text: str) -> str:
+    """A text as `--set section.key=` takes it: in quotes where YAML would make something else of it."""
+    try:
+        is_plain = _parsed(text) == text
+    except (InputError, yaml.YAMLError):
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
 def _problem(error: InputError | yaml.YAMLError) -> str:
     """In one line, without PyYAML's picture of the place."""
     return getattr(error, "problem", None) or " ".join(str(error).split())
@@ -251,9 +267,15 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[str]) -> dic
         if not separator or not dotted:
             raise InputError(f"--set {override}: must look like section.key=value, e.g. training.steps=20")
         try:
-            read = _parsed(value)
+            read, left_out = _parsed(value), _comment_in(value)
         except (InputError, yaml.YAMLError) as error:
             raise InputError(f"--set {override}: {value!r} is not a valid YAML value: {_problem(error)}") from None
+        if left_out:
+            quoted = json.dumps(value, ensure_ascii=False)
+            raise InputError(
+                f"--set {override}: YAML takes {left_out!r} for a comment, and would leave it out; put the value in"
+                f" quotes: --set '{dotted}={quoted}'"
+            )
         *parents, key = dotted.split(".")
         target: Any = changed
         for number, parent in enumerate(parents):

@@ -12,7 +12,7 @@ from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Step, command, keep
 from trainyard.operate.runbooks.restore_at_another_size import resume_steps
 from trainyard.operate.runbooks.runbook import Context, Runbook
-from trainyard.spec.base import apply_overrides, parse
+from trainyard.spec.base import apply_overrides, as_override_value, parse
 from trainyard.spec.job import JobSpec
 
 SUMMARY = "a job goes on with another ZeRO stage or layout, or on another cluster"
@@ -60,7 +60,11 @@ def run(context: Context) -> None:
     moved: list[Step] = resumed[:-1]
     moved.append(command("checkpoints", "copy", record.job_id, str(folder), *where))
     launch = ("launch", str(context.report.folder / "job.yaml"), "--backend", given.to)
-    moved.append(command(*launch, "--set", f"checkpoint.destination={folder}", "--set", "parallelism=auto"))
+    moved.append(
+        command(
+            *launch, "--set", f"checkpoint.destination={as_override_value(str(folder))}", "--set", "parallelism=auto"
+        )
+    )
     context.perform(moved)
 
 
