@@ -31,7 +31,24 @@ def test_in_a_backward_pass_the_next_unit_is_there_too(units: Units, number: int
 def test_as_many_as_are_asked_for_ahead() -> None:
     ahead = dataclasses.replace(FIVE, num_ahead=2)
     assert [ahead.in_backward(number) for number in range(5)] == [30, 21, 12, 2, 1]
-    assert [ahead.in_forward(number) for number in range(5)] == [20, 30, 40, 22, 13]
+    assert [ahead.running(number) for number in range(5)] == [20, 30, 40, 22, 13]
+    assert [ahead.arriving(number) for number in range(5)] == [30, 40, 31, 13, 2]
+
+
+def test_a_unit_is_put_together_beside_what_the_one_before_was_gathered_into() -> None:
+    assert [FIVE.arriving(number) for number in range(5)] == [30, 30, 21, 3, 2]
+    assert [FIVE.running(number) for number in range(5)] == [20, 20, 20, 2, 2]
+    assert [TWOS.arriving(number) for number in range(5)] == [40, 42, 42, 4, 4]
+    kept = dataclasses.replace(FIVE, keeps_gathered=True)
+    assert [kept.arriving(number) for number in range(5)] == [52, 42, 23, 4, 2]
+    assert [dataclasses.replace(FIVE, copied=5.0).arriving(number) for number in (0, 3)] == [35, 3]
+
+
+def test_in_a_forward_pass_the_last_units_or_the_first_one_are_the_dearest() -> None:
+    assert FIVE.dearest_in_forward == [0, 1, 4]
+    assert TWOS.dearest_in_forward == [0, 1, 3]
+    assert dataclasses.replace(FIVE, num_ahead=2).dearest_in_forward == [0, 1, 2, 3, 4]
+    assert dataclasses.replace(FIVE, num_layers=0, num_routed=0).dearest_in_forward == []
 
 
 def test_what_is_kept_is_let_go_unit_by_unit() -> None:

@@ -1,5 +1,6 @@
 """LoRA under every engine equals one process; its checkpoint holds the adapter alone; peft reads what is exported."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from trainer.export import Export, export
 from trainer.models.adapters import adapter_configuration, add_adapter
 from trainer.models.build import build_model
 from trainer.models.described import describe_model
+from trainer.runtime import distributed_runtime
+from trainer.strategies import build_strategy
 from trainer_testing.checkpoints import save_checkpoint
 from trainer_testing.families import FAMILIES, adapter
-from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.strategy_worker import RunRequest, no_clock, run, worst_relative_error
 from trainer_testing.support_table import CASES, TOLERANCE, measure, save_sources, source_of
-from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
 
 from trainyard.errors import InputError
 from trainyard.spec.job import AdapterSpec, ResolvedJob
@@ -90,6 +93,25 @@ def test_an_adapter_begins_as_nothing_and_is_all_that_trains(base: Path) -> None
     trained = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * 2  # two layers, two linears, two matrices
     assert sum(trained) == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+
+
+def test_of_a_micro_batch_nothing_is_left_when_the_next_one_begins(base: Path) -> None:
+    """What the first layer reads has a gradient where layers are computed again: the last loss's graph kept both."""
+    job = tiny_job("single", 1, micro_batch_size=4, activation_checkpointing="full", **lora_job(base))
+    read: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def note(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
+        alive.append(sum(each() is not None for each in read))
+        read.append(weakref.ref(output))
+
+    with distributed_runtime(cpu_threads=1) as runtime:
+        model = build_model(job, vocab_size=VOCAB_SIZE)
+        strategy = build_strategy(job, model=model, runtime=runtime)
+        model.get_input_embeddings().register_forward_hook(note)
+        strategy.forward_backward(rank_batches(job, 1, 0), global_targets(1), no_clock)
+    assert len(alive) > 1
+    assert alive == [0] * len(alive)
 
 
 def test_gpt2s_transposed_matrices_are_adapted_without_a_word(recwarn: pytest.WarningsRecorder) -> None:

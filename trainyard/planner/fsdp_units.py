@@ -65,39 +65,60 @@ class Units:
         first, end = self.bounds(number)
         if self.keeps_gathered:
             return self.size(first, self.num_layers)
-        return self.size(first, end) + self._following(number, -1)
+        return self.size(first, end) + self._following(number, -1, max(self.num_ahead, 1))
 
     def copied_of(self, number: int) -> float:
         """Elements of that layer's unit that are copied when it is gathered."""
         first, end = self.bounds(number)
         return max(0, min(end, self.num_routed) - first) * self.copied
 
-    def in_forward(self, number: int, *, is_followed: bool = True) -> float:
-        """Gathered during that layer's forward pass: what its unit is gathered into stays until the next one is, which
-        comes when what was there before it is gone (`is_followed`: not yet)."""
+    def arriving(self, number: int) -> float:
+        """Gathered while that layer's unit is put together in the forward pass: what the unit before it was gathered
+        into is still there (FSDP lets go of it when this one is together), and what was asked for ahead."""
         first, end = self.bounds(number)
-        following = self._following(number, 1) if is_followed else 0.0
-        # The copies are those of the one that is being gathered.
-        copied = self.copied_of(number if first == 0 or not is_followed else first - 1)
-        if self.keeps_gathered:
-            return self.size(first, self.num_layers) + self.size(first, end) + copied
-        return 2 * self.size(first, end) + following + copied
+        before = 0.0
+        if end < self.num_layers:
+            before = self.of(end) + self._following(number, 1, max(self.num_ahead - 1, 0))
+        return self._held_in_forward(number) + self.size(first, end) + before + self.copied_of(number)
+
+    def running(self, number: int) -> float:
+        """Gathered during that layer's forward pass: its unit, what this was gathered into, and what is asked for
+        ahead."""
+        return self._held_in_forward(number) + self.of(number) + self._following(number, 1, self.num_ahead)
+
+    def _held_in_forward(self, number: int) -> float:
+        first, end = self.bounds(number)
+        return self.size(first, self.num_layers if self.keeps_gathered else end)
 
     @property
     def after_forward(self) -> float:
         """Gathered when the last layer's forward pass is done."""
         return self.size(0, self.num_layers) if self.keeps_gathered else 0.0
 
-    def _following(self, number: int, direction: int) -> float:
-        """Elements of the units that are asked for beside that layer's; `direction`: 1 to the stage's end."""
+    def _following(self, number: int, direction: int, count: int) -> float:
+        """Elements of so many units beside that layer's; `direction`: 1 to the stage's end."""
         total, (first, end) = 0.0, self.bounds(number)
-        for _ in range(max(self.num_ahead, 1)):
+        for _ in range(count):
             number = first - 1 if direction == 1 else end
             if not 0 <= number < self.num_layers:
                 break
             first, end = self.bounds(number)
             total += self.size(first, end)
         return total
+
+    @cached_property
+    def dearest_in_forward(self) -> Sequence[int]:
+        """The same in a forward pass, where activations come to be: the last layer of each of the last units, up to the
+        first that has all its others ahead of it, and of the first unit, which may be larger than all."""
+        found: list[int] = []
+        number = 0
+        while number < self.num_layers and len(found) < self.num_ahead + 2:
+            found.append(number)
+            _, number = self.bounds(number)
+        if self.num_layers:
+            first, _ = self.bounds(self.num_layers - 1)
+            found += [first] * (first not in found)
+        return found
 
     @cached_property
     def dearest(self) -> Sequence[int]:

@@ -77,6 +77,9 @@ class _Step:
         shape, layout, stage = self._shape, self._layout, self._stage
         least = layout.unit_parameters
         ends = None
+        # Adapters are gathered beside what they adapt, in the type of products.
+        adapters = self._adapters(1, has_head=False) if layout.method != "full" else 0.0
+        adapters *= self._layers.element / self._layers.weight_element
         if least is not None and layout.pipeline == 1:
             # Units are counted in whole layers' parameters, as they are stored, whatever ranks hold of them.
             stored = self._layers.weight_element if layout.method == "qlora" else 1.0
@@ -88,8 +91,8 @@ class _Step:
         return Units(
             num_layers=stage.layers,
             num_routed=self._routed_layers,
-            dense=self._layer,
-            routed=self._rest if self._layers.is_spread else self._rest + self._experts,
+            dense=self._layer + adapters,
+            routed=self._rest + adapters + (0.0 if self._layers.is_spread else self._experts),
             ends=ends,
             num_ahead=layout.units_ahead,
             keeps_gathered=layout.keeps_gathered,
@@ -162,26 +165,23 @@ class _Step:
     def _at_first_layer(self) -> Moment:
         """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
         number = self._stage.layers - 1
-        first = self._units.in_forward(number, is_followed=False) if number >= 0 else 0.0
+        first = self._units.arriving(number) if number >= 0 else 0.0
         return Moment(self._layers.input_bytes, 0.0, self._weights(first) + self._root * self._layers.element)
 
     def _in_forward(self) -> Iterator[Moment]:
-        """Of adapters, whose backward pass makes next to no gradients: a layer while the next one is gathered as well,
-        and the last one's feed-forward block, where QLoRA reads its widest weight."""
-        layers = self._layers
-        kept, count = layers.kept_bytes, self._stage.layers
-        if count > 1:
-            units = self._weights(self._units.in_forward(1))
-            yield Moment((self._passes - 1) * kept, 0.0, units)
-        held = (self._passes - 1) * kept + 2 * layers.whole_hidden_bytes
-        units = self._weights(self._units.in_forward(0))
-        if self._routed_layers:
-            rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
-            last = layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
-            yield Moment(held + last, 0.0, units)
-            return
-        last = layers.whole_bytes + layers.product_bytes + layers.reading_bytes
-        yield Moment(held + last, 0.0, units)
+        """Of adapters, whose backward pass makes next to no gradients: a unit that is put together beside what the one
+        before it was gathered into, and its last layer's feed-forward block, where QLoRA reads its widest weight."""
+        layers, units = self._layers, self._units
+        for number in units.dearest_in_forward:
+            before = self._kept_before(number)
+            yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)))
+            held, gathered = before + 2 * layers.whole_hidden_bytes, self._weights(units.running(number))
+            if number < self._routed_layers:
+                rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
+                last = layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
+            else:
+                last = layers.whole_bytes + layers.product_bytes + layers.reading_bytes
+            yield Moment(held + last, 0.0, gathered)
 
     def _in_layer(self, number: int) -> Iterator[Moment]:
         """The backward pass of the layer that is `number`th from the stage's end."""
@@ -223,12 +223,16 @@ class _Step:
 
     def _kept_below(self, number: int) -> float:
         layers = self._layers
-        done = min(number + 1, self._routed_layers)
-        kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes
-        kept = max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
         # A layer that is computed again has its input beside the float32 copy that an RMS norm makes of it.
         has_copy = layers.norm != "layer" and layers.residual_element < 4
-        return kept + layers.input_bytes * (has_copy and self._layout.recompute != "none")
+        return self._kept_before(number) + layers.input_bytes * (has_copy and self._layout.recompute != "none")
+
+    def _kept_before(self, number: int) -> float:
+        """What the layers before the `number`th keep, and the stage's ends."""
+        layers = self._layers
+        done = min(number + 1, self._routed_layers)
+        kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes
+        return max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
 
     def _above(self) -> float:
         """The gradient that comes to a layer from above."""
@@ -424,15 +428,17 @@ class _Step:
                 return 0.0
             if cast is None:
                 cast = self._params - self._root + layers.head_weight * self._stage.head
-            return layers.element * (cast if is_trained else self._adapters())
+            return layers.element * (
+                cast if is_trained else self._adapters(self._stage.layers, has_head=self._stage.head)
+            )
         if not self._is_sharded:
             return 0.0
         if layout.pipeline > 1:
             return self._params * (layers.element + (max(4, layers.element) if is_trained else 0))
         return self._root * layers.element + gathered * layers.weight_element
 
-    def _adapters(self) -> float:
-        return adapter_params(self._shape, self._layout, self._stage.layers, has_head=self._stage.head)
+    def _adapters(self, num_layers: int, *, has_head: bool) -> float:
+        return adapter_params(self._shape, self._layout, num_layers, has_head=has_head)
 
     def _weights_and_gradients(self, number: int, made: float, before: float) -> float:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their

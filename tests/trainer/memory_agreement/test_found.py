@@ -142,10 +142,19 @@ def test_units_of_fsdp_are_gathered_as_they_are_stated(fsdp: dict[str, Any], met
     layout = {"data_shard": 8, "fsdp": fsdp}
     training = {"micro_batch_size": 1, "global_batch_size": 32, "activation_checkpointing": "full"}
     tuned = None if method == "full" else method
-    # Of few tokens what is gathered is the most; with adapters plans are too small there (docs/dry_run.md).
-    model, length = (LARGE_LAYERS | {"vocab_size": 4000}, 256) if tuned is None else (LARGE_LAYERS, 2048)
-    planned, traced = _moving(agreement(model, layout, adapter=tuned, sequence_length=length, **training))
+    model = LARGE_LAYERS | {"vocab_size": 4000}  # of few tokens and words what is gathered is the most
+    planned, traced = _moving(agreement(model, layout, adapter=tuned, sequence_length=256, **training))
     assert planned == pytest.approx(traced, rel=0.04)
+
+
+def test_adapters_are_gathered_beside_four_bit_weights() -> None:
+    """As large as these, of a high rank in fp32: planned as nothing."""
+    layout = {"data_shard": 8, "fsdp": {"wrap": "size"}}
+    adapts = {"rank": 256, "targets": ("q_proj", "v_proj", "up_proj", "down_proj")}
+    training = {"precision": "fp32", "micro_batch_size": 1, "activation_checkpointing": "full"}
+    found = agreement(LARGE_LAYERS, layout, adapter="qlora", adapts=adapts, sequence_length=256, **training)
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.03)
 
 
 def test_the_first_layer_is_gathered_beside_what_the_embedding_was_gathered_into() -> None:

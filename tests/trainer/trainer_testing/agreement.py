@@ -36,12 +36,13 @@ def agreement(
     layout: dict[str, Any] | None = None,
     *,
     adapter: str | None = None,
+    adapts: dict[str, Any] | None = None,
     attention: str = "auto",
     documents: bool = True,
     sequence_length: int = 2048,
     **training: Any,
 ) -> Any:
-    """Both, of rank 5: of 8 under FSDP, unless another layout is given."""
+    """Both, of rank 5: of 8 under FSDP, unless another layout is given; `adapts`: fields of the adapter."""
     cases, shard = dry_run_cases(), layout or {"data_shard": 8}
     if adapter is None:
         job = cases.few_layers(shard, config, **training)
@@ -50,4 +51,6 @@ def agreement(
     masks = documents and config["model_type"] in DOCUMENT_FAMILIES
     data = job.data.model_copy(update={"document_masks": masks, "sequence_length": sequence_length})
     model = job.model.model_copy(update={"attention": attention})
+    if model.adapter is not None:
+        model = model.model_copy(update={"adapter": model.adapter.model_copy(update=adapts or {})})
     return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), 5))

@@ -104,6 +104,7 @@ class TorchStrategy(Strategy):
                 with clock("backward"):
                     torch.autograd.backward(loss * scale)
             loss_sum += loss.detach().double()
+            del loss  # its graph holds what adapters' first layer read, and the gradient of that
         return loss_sum
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:

@@ -107,6 +107,7 @@ class ZeroStrategy(Strategy):
             with clock("backward"):
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
             loss_sum += loss.detach().double()
+            del loss  # as in `torch_engine`
         self._tell_of_unreached()
         return loss_sum
 
