@@ -169,6 +169,7 @@ def _granitemoe(config: Config) -> ModelShape:
         **four_biases(config),
         **routed(config, width=sizes["ffn"], experts=8, per_token=2, experts_names=("num_local_experts",)),
         logits="scaled",
+        weights_as_read=True,
     )
 
 
@@ -317,6 +318,7 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
         shared_first=True,
         dense_layers=layers - sparse,
         wide_router=True,
+        weights_as_read=True,
         router_bias=True,
     )
 
@@ -414,6 +416,7 @@ def _cohere2_moe(config: Config) -> ModelShape:
         norms_per_layer=1,
         parallel_residual=True,
         logits="scaled",
+        weights_as_read=True,
         shared_ffn=expert * number(config, 0, "num_shared_experts"),
         dense_layers=layers - _sparse_layers(config, layers, dense=dense),
     )

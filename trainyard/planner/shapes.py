@@ -37,6 +37,8 @@ class ModelShape:
     """The router reads its tokens in float32, and keeps that copy."""
     wide_weights: bool = False
     """Experts' results are weighted, and added up, in float32."""
+    weights_as_read: bool = False
+    """In the type of what the router reads: float32 under autocast."""
     router_bias: bool = False
     """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0

@@ -361,6 +361,23 @@ class TrainerLayers:
         return 4 + (4 if self.shape.norm in ("rms_fp32", "rms_wide") else self.element)
 
     @property
+    def scored_products_bytes(self) -> float:
+        """Queries, keys and values as products gave them."""
+        return self.tokens * self.element * (self.shape.query_dim + 2 * self.shape.kv_dim) / self.layout.tensor
+
+    @property
+    def rotating_bytes(self) -> float:
+        """Queries and keys that autocast left in fp32 when a norm was written out, while queries are rotated: of both
+        what the norm keeps and gave, and of queries three tensors more. 0 where they have 16 bits: then no moment that
+        counts."""
+        shape = self.shape
+        is_normed = shape.qk_norm_per_head or shape.qk_norm_whole
+        if not is_normed or self.fuses_inner_norms or self.element == 4 or not self.is_autocast or self.is_frozen:
+            return 0.0
+        given = self._score_norm_bytes + 4
+        return self.tokens * (shape.query_dim * (given + 12) + shape.kv_dim * given) / self.layout.tensor
+
+    @property
     def _widens_softmax(self) -> bool:
         """Whether a written-out softmax is in fp32 beside narrower products: as the model has it, or as autocast has
         every softmax."""
@@ -439,6 +456,8 @@ class TrainerLayers:
     @property
     def weighed_element(self) -> int:
         """Bytes of an element of experts' results times their weights."""
+        if self.shape.weights_as_read:
+            return self.residual_element
         return max(self.element, 4) if self.shape.wide_weights else self.element
 
     @property
@@ -517,6 +536,20 @@ class TrainerLayers:
         """The same of a layer with experts."""
         return self._kept(self.whole_routed_bytes, self.shape.shared_ffn, 1.0)
 
+    @property
+    def unreached_bytes(self) -> float:
+        """Of adapters that leave out what attention reads, what a model's first layer keeps less than others: no
+        gradient comes to where none is trained."""
+        shape = self.shape
+        inputs = ATTENTION_INPUTS | QUERY_LATENT_INPUTS | KEY_LATENT_INPUTS
+        is_reached = not self.is_frozen or self._adapts(inputs) or self.layout.recompute != "none"
+        if is_reached or shape.delta_layers or shape.parallel_residual or shape.dense_layers:
+            return 0.0
+        unreached = self.attention_norm_bytes + self.attention_bytes
+        if self._adapts(ATTENTION_OUTPUTS):
+            return unreached - self.tokens * self.element * shape.value_dim / self.layout.tensor
+        return unreached + self.norm_input_bytes
+
     def _kept(self, whole: float, width: float, routed: float) -> float:
         """`routed`: the share of layers with experts."""
         recompute = self.layout.recompute
@@ -580,7 +613,9 @@ class TrainerLayers:
     @cached_property
     def final_norm_bytes(self) -> float:
         """The last norm, over all of a rank's tokens: tensor parallelism has gathered them."""
-        output = 0 if self.is_frozen and not self._adapts(HEADS) else self.residual_element
+        # A loss in the head reads it, whoever keeps it.
+        is_there = not self.is_frozen or self._adapts(HEADS) or self.loss_is_in_head
+        output = self.residual_element * is_there
         return self.hidden * (self._norm_input_element + self._normalized_element + output)
 
     @cached_property
@@ -623,11 +658,27 @@ class TrainerLayers:
         is_one = self.loss_is_one_chunk
         logits = chunk * entries * (4 + (self.element if self.element < 4 else 0))
         hidden = self.hidden * (4 if self._sums_in_fp32 else self.residual_element)
+        if self.is_frozen:
+            hidden += chunk * self.shape.hidden * self.element  # a chunk's own, before it is put among the others
         found = logits + hidden + self._head_gradient_bytes(is_one=is_one)
         if is_one and self.is_autocast and not self.is_frozen:
             # A chunk's gradient is widened to its weight's type when its logits are gone.
             found = max(found, hidden + self.head_weight * (self.element + 4))
         return found
+
+    @property
+    def kept_end_bytes(self) -> float:
+        """What a pipeline's head and its last norm keep of a micro-batch until its backward pass, but for the norm's
+        input: whole logits, which are the stage's result, and what a softmax of no more than one part gave; of a loss
+        in the head the gradients that it has made already."""
+        norm = self.hidden * self._normalized_element
+        wide = 4 if self._sums_in_fp32 else self.element
+        if self.loss_is_in_head:
+            return norm + wide * (self.hidden + self.head_weight * (not self.is_frozen))
+        is_in_parts = self.element < 4 and self.tokens > LOSS_PART_TOKENS
+        logits = self.element + (0 if is_in_parts else max(4, self.element))
+        logits += self.element * (self.shape.logits == "capped")
+        return norm + self.tokens * self.shape.vocab * logits + self.hidden * self.element * (not self.is_frozen)
 
     @property
     def forward_logits_bytes(self) -> float:
@@ -642,10 +693,12 @@ class TrainerLayers:
 
     def _parts_of_logits_bytes(self, part: float) -> float:
         """Whole logits of 16 bits, whose loss is made of one such part at a time: the last part's, beside the others'
-        gradients; or the gradients of all, and put together, as an adapted head's own logits in the forward pass."""
-        last = 12 * part + self.element * (1 - part)
+        gradients; or all of these, and put together, when the logits are gone; or an adapted head's own logits in the
+        forward pass, beside the sum. What caps them is kept."""
+        last = self.element + 12 * part + self.element * (1 - part)
+        together = self.element * (3 if self._adapts(HEADS) else 2)
         is_capped = self.shape.logits == "capped"
-        return self.tokens * self.shape.vocab * (self.element * (1 + is_capped) + max(last, 2 * self.element))
+        return self.tokens * self.shape.vocab * (self.element * is_capped + max(last, together))
 
     def _head_gradient_bytes(self, *, is_one: bool) -> float:
         """The head's gradient, summed over chunks in float32, and the next one to be added."""

@@ -7,7 +7,7 @@ one it is depends on the sizes, so each is reckoned, and the largest is the answ
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
@@ -51,8 +51,14 @@ def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageP
 class _Step:
     """The moments of one rank."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> None:
+    def __init__(
+        self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, *, is_last: bool = False
+    ) -> None:
+        """`is_last`: the last of a pipeline's micro-batches, where all of them go forward before one goes back."""
         self._shape, self._layout, self._stage = shape, layout, stage
+        count = layout.num_micro_batches
+        is_all = layout.pipeline > 1 and layout.schedule in ("gpipe", "1f1b") and stage.in_flight >= count > 1
+        self._is_first_back = is_all and not is_last
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight
         self._is_tied = shape.tied_embeddings and stage.embedding
@@ -67,7 +73,7 @@ class _Step:
         self._rest = (shape.mixing_params + shape.moe_dense_params) / layout.tensor + norms
         if shape.moe_layers:
             self._layer = (shape.mixing_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
-        self._params = params.total
+        self._stage_params, self._params = params, params.total
         self._passes = stage.layers * stage.in_flight
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
         self._units = self._taken_apart()
@@ -107,6 +113,13 @@ class _Step:
 
     def moments(self) -> Iterator[Moment]:
         """All that can be the worst."""
+        yield from self._moments()
+        if self._is_first_back:
+            # Gradients' sums of all micro-batches but one stand beside what that one keeps.
+            last = replace(self._stage, in_flight=1.0)
+            yield from _Step(self._shape, self._layout, last, self._stage_params, is_last=True).moments()
+
+    def _moments(self) -> Iterator[Moment]:
         if self._stage.head:
             yield from self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
@@ -130,11 +143,17 @@ class _Step:
     def _own_gradients(self, num_layers: float) -> float:
         """This rank's part of the gradients of so many layers, where they are not there from micro-batches before."""
         layout = self._layout
-        if layout.num_micro_batches > 1 or layout.pipeline > 1 or not self._is_sharded or layout.method != "full":
+        if not self._makes_gradients_once:
             return 0.0
         routed = min(num_layers, self._routed_layers)
         dense = routed * self._rest + (num_layers - routed) * self._layer
         return 4 * (routed * self._experts / layout.expert_shard_degree + dense / layout.shard_degree)
+
+    @property
+    def _makes_gradients_once(self) -> bool:
+        """A rank's own gradients come to be in the one backward pass of a step."""
+        layout = self._layout
+        return layout.num_micro_batches == 1 and layout.pipeline == 1 and self._is_sharded and layout.method == "full"
 
     def _ends(self) -> float:
         """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass; and its mask."""
@@ -144,12 +163,15 @@ class _Step:
         passes = self._stage.in_flight * layout.chunks
         sent = passes - (1 if self._stage.head else 0)
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
-        return max(sent, 0.0) * layers.whole_hidden_bytes + split + self._stage.in_flight * layers.mask_bytes
+        # Of other schedules each loss is followed by its own backward pass.
+        waiting = (self._stage.in_flight - 1) * self._stage.head * (layout.schedule == "gpipe")
+        masks = self._stage.in_flight * layers.mask_bytes
+        return max(sent, 0.0) * layers.whole_hidden_bytes + split + masks + waiting * layers.kept_end_bytes
 
     def _at_loss(self) -> Iterator[Moment]:
         """The last micro-batch in flight has just gone through the head."""
         layers = self._layers
-        held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes + self._made_apart()
+        held = self._kept_in_all() + self._ends() + layers.final_norm_bytes + self._made_apart()
         # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
         gathered = self._units.after_forward + (self._last_gathered() if layers.loss_is_in_head else 0.0)
         is_again, cast = self._layout.recompute != "none", None
@@ -204,6 +226,12 @@ class _Step:
             in_scores = left + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         yield from self._in_norms(number, left, mlp)
+        if layers.rotating_bytes:
+            again = 0.0
+            if self._layout.recompute != "none":
+                again = above + max(layers.kept_bytes - layers.input_bytes - layers.scored_products_bytes, 0.0)
+            in_rotation = layers.attention_norm_bytes + layers.rotating_bytes + again
+            yield self._moment(others + in_rotation, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
 
     def _others(self, number: int) -> float:
         """What layers before the `number`th keep, and what a pipeline's rank keeps of what it gave."""
@@ -231,8 +259,14 @@ class _Step:
         """What the layers before the `number`th keep, and the stage's ends."""
         layers = self._layers
         done = min(number + 1, self._routed_layers)
-        kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes
+        kept = self._kept_in_all() - done * layers.kept_routed_bytes
         return max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
+
+    def _kept_in_all(self) -> float:
+        """What all layers keep of the micro-batches in flight. Under adapters nothing is kept in front of a model's
+        first one, which no gradient reaches."""
+        unreached = self._layers.unreached_bytes * self._stage.in_flight * self._stage.embedding
+        return self._passes * self._layers.kept_bytes - unreached
 
     def _above(self) -> float:
         """The gradient that comes to a layer from above."""
@@ -249,11 +283,7 @@ class _Step:
         whole = layers.whole_routed_bytes
         yield from self._being_gathered(number, others, above, gradients)
         # Batched experts' results are added up as they are: their gradient, and that of their product.
-        weighing = (
-            2 * layers.rows_bytes
-            if self._shape.batches_experts
-            else WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
-        )
+        weighing = self._weighing()
         yield self._moment(
             others + whole + above + weighing,
             self._weights_and_gradients(number, 0.0, before),
@@ -267,10 +297,37 @@ class _Step:
         in_block = left + beside + 2 * layers.expert_product_bytes + layers.rows_bytes + read + above
         made = self._experts
         yield self._moment(others + in_block, self._weights_and_gradients(number, made, before), made, gradients)
+        if layers.is_autocast and not layers.is_frozen and not self._shape.batches_experts:
+            # The gradient of the weight that reads them is widened to its own type.
+            yield Moment(others + left + beside + layers.rows_bytes + above, 0.0, self._widening_experts(number))
         if not self._layout.flash_attention:
             in_scores = left + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, made, before), made, gradients)
         yield from self._in_norms(number, left, made)
+
+    def _weighing(self) -> float:
+        """Beside a layer with experts whole, while their results' weighted sum is differentiated, or made again."""
+        layers = self._layers
+        if self._shape.batches_experts:
+            return 2 * layers.rows_bytes
+        found = WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
+        if layers.residual_element > layers.element and self._layout.recompute != "none":
+            # What the experts read is there as it was chosen, before autocast narrowed it, until they return.
+            chosen = layers.rows_bytes * layers.residual_element / layers.element
+            found = max(found, 2 * layers.weighed_bytes + chosen)
+        return found
+
+    def _widening_experts(self, number: int) -> float:
+        """Under autocast, of the experts' wider weight its gradient as the product gave it and in float32, beside what
+        is left of casts: of these experts none."""
+        layout, layers = self._layout, self._layers
+        cast = self._rest
+        if layout.recompute == "none":
+            cast = self._params - self._root - (number + 1) * self._experts + layers.head_weight * self._stage.head
+        share = 2 / 3 if self._shape.gated_mlp else 1 / 2
+        # Of a step's only micro-batch it is the rank's own at once, unless DDP has one to add it to.
+        wide = 4 * (layout.num_micro_batches > 1 or layout.data_parallel > 1)
+        return cast * layers.element + share * self._experts * (layers.element + wide)
 
     def _being_gathered(self, number: int, others: float, above: float, gradients: float) -> Iterator[Moment]:
         """A unit's experts that are cut inside, put together by way of a copy before its backward pass; and their
@@ -389,11 +446,15 @@ class _Step:
         made = 3 if is_tied else 1
         yield Moment(below, 0.0, self._root * (1 + made) * element + last * wide, gradients)
         # What is sent, and what arrives, which is the rank's own gradient where it isn't added to one; divided by one,
-        # where FSDP is of one rank but others have copies. The head's own, of a loss that is one chunk, is still there.
+        # where FSDP is of one rank but others have copies. The head's own is still there, unless chunks were summed.
         copies = 1 + (layout.num_micro_batches > 1) / layout.shard_degree
         copies += layout.shard_degree == 1 and layout.data_parallel > 1
-        has_head = self._stage.head and self._layers.loss_is_in_head and self._layers.loss_is_one_chunk
+        is_summed = self._layers.loss_is_in_head and not self._layers.loss_is_one_chunk
+        has_head = self._stage.head and not (is_summed or (is_tied and not self._layers.loss_is_in_head))
+        has_head = has_head and layout.data_parallel * layout.shard_degree > 1
         head = self._layers.head_weight * has_head
+        if self._makes_gradients_once:
+            gradients += 4 * self._root / layout.shard_degree
         yield Moment(below, 0.0, self._root * wide * copies + head * element, gradients)
 
     def _block_tensors(self) -> int:
@@ -434,7 +495,8 @@ class _Step:
         if not self._is_sharded:
             return 0.0
         if layout.pipeline > 1:
-            return self._params * (layers.element + (max(4, layers.element) if is_trained else 0))
+            has_sums = is_trained and not self._is_first_back
+            return self._params * (layers.element + (max(4, layers.element) if has_sums else 0))
         return self._root * layers.element + gathered * layers.weight_element
 
     def _adapters(self, num_layers: int, *, has_head: bool) -> float:
@@ -447,12 +509,16 @@ class _Step:
         # Of layers that are computed again, autocast has forgotten all but the one.
         cast = self._whole(number) if layout.recompute != "none" else None
         found = self._weights(self._units.in_backward(number), cast)
-        if layout.method != "full" or layout.pipeline > 1:
-            return found
         head = layers.head_weight * self._stage.head
-        if not self._is_sharded:
-            # They are the rank's own at once.
+        if layout.method != "full":
             return found
+        if layout.pipeline > 1:
+            summed = (self._units.size(0, number) + head) * self._is_first_back
+            return found + summed * max(4, layers.element)
+        if not self._is_sharded:
+            # They are the rank's own at once, but for a tied head's: that waits for the embedding's.
+            waits = self._is_tied and layout.engine == "torch" and self._is_replicated
+            return found + head * max(4, layers.element) * waits
         made += self._units.made_above(number)
         return found + (made + head) * layers.element + before * max(4, layers.element)
 
@@ -464,4 +530,7 @@ class _Step:
         passes = self._stage.in_flight * layout.chunks
         if self._stage.embedding:
             passes = passes * (layout.chunks - 1) / (2 * layout.chunks)
-        return (passes + (0 if self._stage.head and layout.chunks == 1 else 1)) * self._layers.whole_hidden_bytes
+        layers = self._layers
+        if layout.tensor == 1 and (layers.norm == "layer" or layout.recompute != "none"):
+            passes = 0  # what a stage's first layer keeps is what was received
+        return (passes + (0 if self._stage.head and layout.chunks == 1 else 1)) * layers.whole_hidden_bytes

@@ -85,7 +85,7 @@ def test_updates_of_whole_matrices_can_be_a_steps_worst_moment(
     training = {"activation_checkpointing": "full", "loss": "chunked", "optimizer": {"kind": kind}}
     found = agreement(SMALL | model, layout, **training, global_batch_size=64)
     planned, traced = _moving(found)
-    assert planned == pytest.approx(traced, rel=0.05)
+    assert planned == pytest.approx(traced, rel=0.03)
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
@@ -247,4 +247,82 @@ def test_what_recomputation_and_decay_leave(
     of them; of adapted layers both products are kept."""
     model = LARGE_LAYERS | {"num_key_value_heads": 16}
     planned, traced = _moving(agreement(model, layout, adapter=adapter, global_batch_size=32, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+QUERIES = {"num_attention_heads": 40, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 4096}
+DDP = {"data_replicate": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [
+        # Experts' weights: their gradient in 16 bits and in float32.
+        (SMALL | MIXTRAL | {"num_local_experts": 64}, {"activation_checkpointing": "full", "micro_batch_size": 1}),
+        # Results weighted in the type of what the router reads.
+        pytest.param(
+            ROWS | {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 4, "moe_intermediate_size": 256},
+            {"activation_checkpointing": "full"},
+            marks=pytest.mark.slow,
+        ),
+        # What experts read, before it was narrowed.
+        pytest.param(WEIGHED_NARROW, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        # Queries ten times as wide as the hidden state, in float32 where a norm is written out; and the gradient of a
+        # tied head, which waits for the embedding's.
+        pytest.param(
+            SMALL | {"model_type": "qwen3", "tie_word_embeddings": True} | QUERIES,
+            {"activation_checkpointing": "selective"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["widened-experts", "weights-as-read", "chosen-tokens", "rotated-queries"],
+)
+def test_autocasts_float32_tensors_are_counted(model: dict[str, Any], training: dict[str, Any]) -> None:
+    """Under plain data parallelism: a tenth to a quarter of what moves."""
+    model = model | {"pad_token_id": 0}
+    training = {"micro_batch_size": 2, "global_batch_size": 32} | training
+    planned, traced = _moving(agreement(model, DDP, **training))
+    assert planned == pytest.approx(traced, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapter", "training", "adapts"),
+    [
+        # A loss in the head of frozen weights: what it reads, and a chunk's gradient.
+        (DDP, "lora", {"activation_checkpointing": "full"}, {}),
+        pytest.param(CUT, "lora", {"activation_checkpointing": "selective"}, {}, marks=pytest.mark.slow),
+        # A model's first layer keeps nothing in front of its first adapter.
+        pytest.param(
+            {"context": 4, "data_shard": 2}, "lora", {}, {"targets": ("up_proj", "down_proj")}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"},
+            None,
+            {"loss": "logits"},
+            {},
+            marks=pytest.mark.slow,
+        ),
+        # Of whole logits in many parts none is there when their gradients are put together.
+        pytest.param(DDP, None, {"loss": "logits", "micro_batch_size": 12}, {}, marks=pytest.mark.slow),
+        # Each micro-batch of a last stage keeps the gradients that its loss has made: twice what was planned.
+        pytest.param(
+            {"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"}, None, {}, {}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["frozen-head", "frozen-head-tensor", "first-layer", "gpipe-logits", "parts-of-logits", "gpipe"],
+)
+def test_what_is_there_at_a_loss_and_at_a_steps_end(
+    layout: dict[str, Any], adapter: str | None, training: dict[str, Any], adapts: dict[str, Any]
+) -> None:
+    model = SMALL | {"num_key_value_heads": 8, "vocab_size": 32000}
+    training = {"global_batch_size": 96} | training
+    planned, traced = _moving(agreement(model, layout, adapter=adapter, adapts=adapts, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.slow
+def test_ends_that_have_no_gradients_before_are_there_with_them_when_they_are_reduced() -> None:
+    """Planned was a moment before it, with twice as much on its way but without these gradients."""
+    model, training = FEW_TOKENS | {"num_hidden_layers": 3}, {"global_batch_size": 1, "micro_batch_size": 1}
+    planned, traced = _moving(agreement(model, {"tensor": 8}, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.03)
