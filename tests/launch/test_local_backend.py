@@ -463,3 +463,12 @@ def test_a_full_disk_keeps_no_job_from_being_stopped(
             assert supervisor.wait(timeout=60) == -signal.SIGTERM
         finally:
             supervisor.kill()
+
+
+def test_a_pipe_in_the_place_of_a_supervisors_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "outcome.json"
+    os.mkfifo(path)
+    reading = "import sys, pathlib; from trainyard.launch import local_backend as b; print(b._read(pathlib.Path('{}')))"
+    command = [sys.executable, "-c", reading.format(path)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout == "None\n"
