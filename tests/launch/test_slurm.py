@@ -275,6 +275,40 @@ def test_a_folder_that_a_batch_script_cannot_name_is_refused(
     assert not (tmp_path / name).exists()
 
 
+class TakesAll:
+    """A backend at the edge: whatever is submitted, it is taken."""
+
+    def check(self, _: JobRecord) -> None:
+        """Nothing is wrong."""
+
+    def submit(self, *_: Any) -> None:
+        """It is taken."""
+
+
+@pytest.mark.parametrize(
+    ("stated", "saved"), [(None, ""), ("saved", "/saved"), ("/lustre/saved", None), ("s3://kept/saved", None)]
+)
+def test_every_job_of_one_file_saves_in_a_folder_of_its_own(
+    stated: str | None, saved: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A path is from the job's own folder, where its script runs; the second job would go on from the first one's."""
+    (tmp_path / "train").mkdir()
+    content = cluster_job().model_dump(mode="json", exclude_unset=True)
+    content["data"]["train"][0]["path"] = str(tmp_path / "train")
+    content["data"] |= {"validation": [], "tokenizer": str(tmp_path / "train"), "chat_template": None}
+    content["checkpoint"] = {"destination": stated, "local_directory": "nvme"}
+    job = parse(JobSpec, content, "job")
+    monkeypatch.setattr(cluster, "has_slurm_here", lambda: True)
+    monkeypatch.setattr(cluster, "here_backend", lambda _: TakesAll())
+    monkeypatch.chdir(tmp_path)
+    records = [cluster.launch_on_slurm_here(job, tmp_path / "jobs", force=True) for _ in range(2)]
+    for record in records:
+        own = cluster.here_directory(tmp_path / "jobs", record)
+        assert record.checkpoint_destination == (stated if saved is None else f"{own}{saved}")
+        assert record.resolved.spec.checkpoint.local_directory == "nvme", "of the host that it is on"
+    assert records[0].job_id != records[1].job_id
+
+
 class AgreeableShell:
     """Whatever is asked, Slurm takes it."""
 

@@ -1,15 +1,21 @@
 """Killed without notice, a job goes on in new processes as if nothing had happened: the same losses, bit for bit."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trainer.observe.left_out import LEFT_OUT_FILE
+from trainer.observe.metrics import MetricsLog
+from trainer.session import Session
 from trainer_testing.checkpoints import unchanged_bytes
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import bits, rows_of, run_trainer, start_faulty_trainer, write_job
+
+from trainyard.errors import AwsRefusedError
 
 STEPS, CHECKPOINT, KILLED_AT = 24, 4, 10
 """A save is begun when the one before is committed: in step 10, with one every 4 steps, one is."""
@@ -103,3 +109,45 @@ def test_a_machine_that_a_job_comes_back_to_has_what_others_made_of_it_meanwhile
     manifest = json.loads((there / "checkpoints/step-00000012/manifest.json").read_text())
     assert manifest["extra"]["data"]["sequences_consumed"] == 8 * 13, "and is passed over"
     assert not list(tmp_path.rglob("*.fetched"))
+
+
+@pytest.mark.parametrize("broken", [LEFT_OUT_FILE, "goodput.jsonl", "metrics.jsonl", "attempts.json"])
+def test_a_start_that_ends_while_it_takes_over_leaves_the_next_one_to_take_all(tmp_path: Path, broken: str) -> None:
+    """The rows tell whether what is here is old: with them alone the next one learnt from a batch that was left out."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, last in ((here, 4), (there, 8)):
+        folder.mkdir()
+        rows = [
+            {"step": step, "attempt": (step + 3) // 4, "loss": 1.0, "step_seconds": 1.0} for step in range(1, last + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "attempts.json").write_text(json.dumps({"attempts": last // 4}))
+        (folder / LEFT_OUT_FILE).write_text("batch\n" * (last // 8))
+        (folder / "goodput.jsonl").write_text("row\n" * last)
+
+    class Beside:
+        """What lies beside the checkpoints."""
+
+        is_away = True
+
+        def read_file(self, name: str) -> bytes:
+            """Its content."""
+            return (there / name).read_bytes()
+
+        def fetch_file(self, name: str, path: Path) -> bool:
+            """Copies it, or gets no answer."""
+            if self.is_away and name == broken:
+                raise AwsRefusedError("S3: 503")
+            shutil.copy(there / name, path)
+            return True
+
+    beside, session = Beside(), object.__new__(Session)
+    parts = {"_left_out": LEFT_OUT_FILE, "_goodput": "goodput.jsonl"}
+    vars(session).update({name: SimpleNamespace(path=here / file) for name, file in parts.items()})
+    vars(session).update(_checkpointer=beside, _metrics=MetricsLog(here))
+    with pytest.raises(AwsRefusedError):
+        session._bring_records()
+    beside.is_away, session._metrics = False, MetricsLog(here)
+    assert session._bring_records()
+    assert all((here / path.name).read_bytes() == path.read_bytes() for path in there.iterdir())
+    assert not list(here.glob("*.fetched"))

@@ -283,12 +283,14 @@ class Session:
         """
         there = self._checkpointer.read_file(ATTEMPTS_FILE)
         is_old = there is not None and self._metrics.num_attempts() < attempts_in(there)
-        for path in (self._metrics.path, self._metrics.attempts_path, self._left_out.path, self._goodput.path):
-            fetched = path.with_name(f"{path.name}.fetched")
-            if (is_old or not path.exists()) and self._checkpointer.fetch_file(path.name, fetched):
-                own = self._metrics.rows() if path == self._metrics.path else []
-                fetched.replace(path)
-                self._metrics.add_later(own)
+        # What tells that they are here comes last: a start that ends midway leaves the next one to bring them all.
+        wanted = (self._left_out.path, self._goodput.path, self._metrics.path, self._metrics.attempts_path)
+        fetched = {path: path.with_name(f"{path.name}.fetched") for path in wanted if is_old or not path.exists()}
+        there_too = [path for path in fetched if self._checkpointer.fetch_file(path.name, fetched[path])]
+        for path in there_too:
+            own = self._metrics.rows() if path == self._metrics.path else []
+            fetched[path].replace(path)
+            self._metrics.add_later(own)
         return is_old
 
     def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:

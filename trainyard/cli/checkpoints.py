@@ -341,7 +341,8 @@ def _refuse_job_at(
         job_id = job_id_of(name)
         place = place_of(job_id)
         record = place.store.read(job_id).record
-        is_there = _bare(record.checkpoint_destination) == _bare(to)
+        saved = record.checkpoint_destination
+        is_there = saved.startswith("s3://") and _bare(saved) == _bare(to)
         running = place.backend.observe(record) if is_there else None
     except AwsAwayError:  # it may be answered a little later
         raise

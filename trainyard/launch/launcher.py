@@ -123,7 +123,7 @@ def launch_here(
         folder,
         "local",
         LocalBackend(folder),
-        sent=local_job(job),
+        sent=_saving_here(local_job(job)),
         num_processes=num_processes,
         force=force,
         say=say,
@@ -155,7 +155,11 @@ def launch_from_here(
     )
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
-    destination = sent.checkpoint.destination or str((root or folder.resolve()) / job_id)
+    own = (root or folder.resolve()) / job_id
+    destination = sent.checkpoint.destination or str(own)
+    if root is not None and "://" not in destination:
+        # Batch scripts run in the job's own folder: one that is stated from there is each job's own, too.
+        destination = str(own / destination)
     record = new_record(
         job,
         with_destination(sent, destination, world_size=num_processes),
@@ -237,11 +241,15 @@ def local_job(job: JobSpec) -> JobSpec:
     if images and images.class_names:
         names = _local_path(images.class_names, "images.class_names")
         images = images.model_copy(update={"class_names": names})
-    # A resume from another folder would look for its checkpoints there, find none, and begin anew.
-    places = {name: _absolute(getattr(job.checkpoint, name)) for name in ("destination", "local_directory")}
-    checkpoint = job.checkpoint.model_copy(update=places)
     data = data.model_copy(update=changes)
-    return job.model_copy(update={"data": data, "model": model, "images": images, "checkpoint": checkpoint})
+    return job.model_copy(update={"data": data, "model": model, "images": images})
+
+
+def _saving_here(job: JobSpec) -> JobSpec:
+    """`job` with absolute paths of what it saves on this machine: a resume from another folder would look for its
+    checkpoints there, find none, and begin anew."""
+    places = {name: _absolute(getattr(job.checkpoint, name)) for name in ("destination", "local_directory")}
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=places)})
 
 
 def _absolute(place: str | None) -> str | None:

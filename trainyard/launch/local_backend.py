@@ -221,9 +221,9 @@ def trainer_environment() -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A supervisor's file; on a full disk it may be a link that leads to the content. None where there is none."""
-    if not path.is_symlink() and not path.is_file():  # a pipe would be waited for without an end
-        return None
     try:
+        if not path.is_symlink() and not path.is_file():  # a pipe would be waited for without an end
+            return None
         text = os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8")  # noqa: PTH115  # as it is
         content = json.loads(text)
     except (OSError, ValueError):
