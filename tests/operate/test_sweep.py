@@ -760,6 +760,35 @@ def test_a_trial_of_which_nobody_says_a_word_is_no_refusal_and_is_taken_up_again
     assert len(list(machines.folder.glob("*/record.json"))) == len(machines.launched) == 3, "none twice"
 
 
+def test_a_launch_without_an_answer_is_in_doubt_until_somebody_says_whether_there_is_a_job(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job was taken; that looks for it are refused afterwards says nothing of it."""
+    runner, machines = begun(parallel=1, stop_rule="none")
+    search = learning(runner, "1e-3", "2e-3", "3e-3")
+    find, submit, is_away = runner.launcher.find, machines.submit, [True]
+
+    def taken(record: JobRecord, say: Say) -> None:
+        submit(record, say)
+        if is_away and record.spec.training.learning_rate == 2e-3:
+            raise AwsAwayError("no answer")
+
+    def expired(spec: JobSpec) -> Any:
+        if is_away:
+            raise AwsRefusedError("ExpiredToken")
+        return find(spec)
+
+    monkeypatch.setattr(machines, "submit", taken)
+    monkeypatch.setattr(runner.launcher, "find", expired)
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Unanswered", "Completed"]
+    assert found.lines[1].why == "ExpiredToken" and search.told[-1][1] is None
+    again = go_on(runner)
+    is_away.clear()
+    assert [one.state for one in again.run(machines.tick).lines] == ["Completed"] * 3
+    assert len(machines.launched) == 3, "none twice"
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

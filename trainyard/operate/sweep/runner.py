@@ -136,6 +136,8 @@ class Runner:
     _num_steps: dict[int, int] = field(default_factory=dict)
     _failed_looks: dict[int, int] = field(default_factory=dict)
     _failed_launches: dict[int, int] = field(default_factory=dict)
+    _in_doubt: set[int] = field(default_factory=set)
+    """Trials that may have a job: a launch of theirs got no answer, nor has any look for it since."""
     _late_looks: dict[int, int] = field(default_factory=dict)
     """At failed trials that may be started again by the tenant's resumer."""
     _held_back: str = ""
@@ -365,11 +367,14 @@ class Runner:
             spec = self._spec(trial)
             # What was begun before may have left a job that waits to be submitted.
             found = self.launcher.find(spec) if begun else None
+            self._in_doubt.discard(trial.number)  # whether there is a job has been answered
             if found is None:
                 self._adopt(trial, *self.launcher.launch(spec))
             else:
                 self._adopt(trial, *found)
         except TrainyardError as error:
+            if _is_unanswered(error):
+                self._in_doubt.add(trial.number)
             if _is_unanswered(error) or not isinstance(error, InputError):
                 failures = self._failed_launches[trial.number] = self._failed_launches.get(trial.number, 0) + 1
                 if failures < MOST_FAILED_LAUNCHES:
@@ -394,11 +399,11 @@ class Runner:
     def _given_up(self, trial: Trial, error: TrainyardError) -> bool:
         if not any(one.is_running for one in self.record.trials):
             state, told = REFUSED, f"is refused: {error}"
-            if _is_unanswered(error):
+            if trial.number in self._in_doubt:
                 again = (
                     f"`trainyard sweep --resume {self.record.name}` looks for its job, and launches it if there is none"
                 )
-                state, told = UNANSWERED, f"got no answer, {MOST_FAILED_LAUNCHES} times: {error}; {again}"
+                state, told = UNANSWERED, f"is left without an answer: {error}; {again}"
             self._keep(trial.model_copy(update={"state": state, "why": str(error)}))
             self.say(f"trial {trial.number} {told}")
             return True
