@@ -407,8 +407,16 @@ def test_what_yaml_takes_for_a_comment_is_not_left_out_of_a_value_in_silence(val
     assert apply_overrides({}, [f"a.b={quoted}"]) == {"a": {"b": value}}
 
 
+def test_a_comment_in_lines_of_yaml_is_one() -> None:
+    assert apply_overrides({}, ["a=[1,\n2]\n# both\n"]) == {"a": [1, 2]}
+
+
 @pytest.mark.parametrize(
-    "text", ["/data/run", "/data/run #2", "/a: b", "12", "null", "~", "*a", 'the "x"', "ü", "- a", ""]
+    "text",
+    [
+        *("/data/run", "/data/run #2", "/a: b", "12", "null", "~", "*a", 'the "x"', "ü", "- a", ""),
+        *("/data/\u2028 #x", "\x7f", "a\n # b", "😀 #"),
+    ],
 )
 def test_a_text_comes_through_an_override_as_it_is(text: str) -> None:
     assert apply_overrides({}, [f"a.b={as_override_value(text)}"]) == {"a": {"b": text}}

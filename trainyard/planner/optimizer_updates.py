@@ -17,8 +17,8 @@ _FACTORED = 2
 _ORTHOGONAL = 3
 """Of a whole matrix: the direction, what it is by now, and what it becomes."""
 
-_SQUARES = 2
-"""Beside them, of its smaller side: its square, and what it is multiplied with."""
+_SQUARES = 1
+"""Beside them, of its smaller side: what it is multiplied with. (Its square is gone before it becomes another.)"""
 
 _ADAMW = 2
 """Of a rank's part of what Muon leaves to AdamW: the root of its second moment, and the update."""

@@ -214,10 +214,13 @@ class TrainerLayers:
     @property
     def reading_experts_bytes(self) -> float:
         """The same of a layer's experts, which are read all at once: those in, then those out beside them."""
-        if self.layout.method != "qlora":
-            return 0.0
-        experts = self.shape.expert_params / self.layout.expert_split
-        return 4 * self.element * experts / 3
+        return 4 / 3 * self.read_experts_bytes
+
+    @property
+    def read_experts_bytes(self) -> float:
+        """A layer's experts when all have been read from 4 bits; 0 where they aren't stored so."""
+        is_stored = self.layout.method == "qlora"
+        return is_stored * self.element * self.shape.expert_params / self.layout.expert_split
 
     @cached_property
     def attention_norm_bytes(self) -> float:

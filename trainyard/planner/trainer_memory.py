@@ -52,13 +52,14 @@ class _Step:
     """The moments of one rank."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, *, is_last: bool = False
+        self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, *, is_later: bool = False
     ) -> None:
-        """`is_last`: the last of a pipeline's micro-batches, where all of them go forward before one goes back."""
+        """`is_later`: after the first of a pipeline's micro-batches, where all go forward before one goes back."""
         self._shape, self._layout, self._stage = shape, layout, stage
         count = layout.num_micro_batches
         is_all = layout.pipeline > 1 and layout.schedule in ("gpipe", "1f1b") and stage.in_flight >= count > 1
-        self._is_first_back = is_all and not is_last
+        self._is_first_back = is_all and not is_later
+        self._is_later = is_later
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight
         self._is_tied = shape.tied_embeddings and stage.embedding
@@ -115,13 +116,13 @@ class _Step:
         """All that can be the worst."""
         yield from self._moments()
         if self._is_first_back:
-            # Gradients' sums of all micro-batches but one stand beside what that one keeps.
-            last = replace(self._stage, in_flight=1.0)
-            yield from _Step(self._shape, self._layout, last, self._stage_params, is_last=True).moments()
+            # When the first has gone back its gradients' sums stand beside what all others keep.
+            later = replace(self._stage, in_flight=self._stage.in_flight - 1)
+            yield from _Step(self._shape, self._layout, later, self._stage_params, is_later=True).moments()
 
     def _moments(self) -> Iterator[Moment]:
         if self._stage.head:
-            yield from self._at_loss()
+            yield from self._from_loss() if self._is_later else self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
         if self._layout.method != "full" and self._layout.pipeline == 1:
@@ -183,6 +184,13 @@ class _Step:
                 yield Moment(held, layers.forward_logits_bytes, self._weights(gathered, cast) + self._received())
                 cast = head
         yield Moment(held, layers.loss_bytes, self._weights(gathered, cast) + self._received())
+
+    def _from_loss(self) -> Iterator[Moment]:
+        """The loss of a later micro-batch goes back: of the head's gradient, which it has made and keeps, a copy."""
+        layers = self._layers
+        held = self._kept_in_all() + self._ends() + layers.kept_end_bytes
+        made = layers.head_weight * max(4, layers.element) * (not layers.is_frozen)
+        yield Moment(held + layers.whole_hidden_bytes, 0.0, self._weights(self._last_gathered()) + made)
 
     def _at_first_layer(self) -> Moment:
         """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
@@ -290,6 +298,11 @@ class _Step:
             0.0,
             gradients,
         )
+        if layers.reading_experts_bytes:
+            # The experts run once more, from weights that are read anew: beside what their sum is differentiated from.
+            again = 2 * layers.rows_bytes + 3 * layers.expert_product_bytes
+            run = max(layers.reading_experts_bytes, layers.read_experts_bytes + again)
+            yield Moment(others + whole + above + weighing + run, 0.0, self._weights_and_gradients(number, 0.0, before))
         # The product that read the chosen tokens has given its gradients: both are there, with what came to it.
         left = whole - layers.experts_bytes - layers.shared_bytes
         read = (0.0 if layers.is_frozen else layers.rows_bytes) / (self._layout.tensor if layers.is_spread else 1)

@@ -1,10 +1,12 @@
 """The base of every model here, YAML loading, and validation messages that a person can act on."""
 
+import contextlib
 import datetime
 import difflib
 import json
 import math
 import re
+import shlex
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -222,11 +224,12 @@ def _comment_in(text: str) -> str:
 
 def as_override_value(text: str) -> str:
     """A text as `--set section.key=` takes it: in quotes where YAML would make something else of it."""
-    try:
-        is_plain = _parsed(text) == text
-    except (InputError, yaml.YAMLError):
-        is_plain = False
-    return text if is_plain else json.dumps(text, ensure_ascii=False)
+    # Last with escapes: YAML folds some ends of lines, as U+2028, and takes no control characters.
+    for written in (text, json.dumps(text, ensure_ascii=False)):
+        with contextlib.suppress(InputError, yaml.YAMLError):
+            if _parsed(written) == text:
+                return written
+    return json.dumps(text)
 
 
 def _problem(error: InputError | yaml.YAMLError) -> str:
@@ -270,11 +273,11 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[str]) -> dic
             read, left_out = _parsed(value), _comment_in(value)
         except (InputError, yaml.YAMLError) as error:
             raise InputError(f"--set {override}: {value!r} is not a valid YAML value: {_problem(error)}") from None
-        if left_out:
-            quoted = json.dumps(value, ensure_ascii=False)
+        if left_out and "\n" not in value:  # whoever writes several lines writes YAML
+            quoted = shlex.quote(f"{dotted}={json.dumps(value, ensure_ascii=False)}")
             raise InputError(
-                f"--set {override}: YAML takes {left_out!r} for a comment, and would leave it out; put the value in"
-                f" quotes: --set '{dotted}={quoted}'"
+                f"--set {override}: YAML takes {left_out!r} for a comment, and would leave it out; leave it out, or put"
+                f" the value in quotes: --set {quoted}"
             )
         *parents, key = dotted.split(".")
         target: Any = changed

@@ -282,9 +282,10 @@ class OptimizerSpec(SpecModel):
     kind: Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"] = "adamw"
     """adamw: torch's fused kernel under every engine. adamw_8bit: both averages in 8 bits a weight, with a quarter of
     the memory and nearly the same training. adafactor: a row and a column a matrix in place of a second average.
-    muon: for the matrices inside the blocks, a convolution's kernels being one; embeddings, head, norms and biases stay
-    with AdamW. Those two gather each matrix's gradient. With engine: deepspeed it is adamw alone. sgd: with momentum
-    and L2 regularization (weight_decay is added to the gradient), what ResNets are trained with."""
+    muon: for the matrices inside the blocks, a convolution's kernels being one (of images' patches, too); embeddings of
+    words, head, norms and biases stay with AdamW. Those two gather each matrix's gradient. With engine: deepspeed it is
+    adamw alone. sgd: with momentum and L2 regularization (weight_decay is added to the gradient), what ResNets are
+    trained with."""
     momentum: Share = 0.9
     """sgd: how much of the last step's direction is kept."""
     nesterov: bool = False
