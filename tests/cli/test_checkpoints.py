@@ -302,7 +302,8 @@ def test_a_copy_to_a_prefix_where_a_job_of_this_machine_saves_waits_for_its_end(
 ) -> None:
     """Of its `checkpoint.destination`, which no tenant's job may state, the prefix says nothing."""
     record = SimpleNamespace(checkpoint_destination="s3://acme-data/runs/one/")
-    records = {"local-tiny-20260131120000-1a2b": record}
+    of_a_folder = SimpleNamespace(checkpoint_destination="acme-data/runs/one-more")  # as earlier trainyards noted them
+    records = {"local-tiny-20260131120000-1a2b": record, "local-tiny-20260131120002-1a2b": of_a_folder}
 
     def read(job_id: str) -> Any:
         if job_id not in records:

@@ -22,7 +22,7 @@ from trainyard.launch import launch_here, local_backend, local_supervisor, watch
 from trainyard.launch.launcher import new_record
 from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.local_supervisor import failure_reason
-from trainyard.launch.record import FolderRecordStore
+from trainyard.launch.record import FolderRecordStore, JobRecord
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ModelSpec, ResolvedJob
 
@@ -167,6 +167,21 @@ def saving_at(spec: JobSpec, destination: str, **more: str) -> JobSpec:
     return spec.model_copy(update={"checkpoint": checkpoint})
 
 
+def recorded(job: JobSpec, resolved: ResolvedJob, destination: str) -> JobRecord:
+    return new_record(
+        job,
+        resolved.model_copy(update={"spec": saving_at(resolved.spec, destination)}),
+        job_id="local-tiny-20260131120000-1a2b",
+        backend="local",
+        environment=None,
+        plan={},
+        image=None,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
+
+
 def test_a_job_that_is_resumed_from_another_folder_finds_its_checkpoints(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,18 +207,7 @@ def test_a_job_that_is_resumed_from_another_folder_finds_its_checkpoints(
 def test_a_record_of_before_whose_place_is_no_place_here_is_not_begun_anew(
     job: JobSpec, resolved: ResolvedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = new_record(
-        job,
-        resolved.model_copy(update={"spec": saving_at(resolved.spec, "saved")}),
-        job_id="local-tiny-20260131120000-1a2b",
-        backend="local",
-        environment=None,
-        plan={},
-        image=None,
-        channels=(),
-        forced=(),
-        launched_by="",
-    )
+    record = recorded(job, resolved, "saved")
     monkeypatch.chdir(tmp_path)
     backend = LocalBackend(tmp_path / "jobs")
     backend.check(record)  # the first attempt has nothing to go on from
@@ -219,20 +223,7 @@ def test_a_record_of_before_whose_place_is_no_place_here_is_not_begun_anew(
 def test_a_job_whose_folder_was_moved_is_not_begun_anew(job: JobSpec, resolved: ResolvedJob, tmp_path: Path) -> None:
     """With the checkout that it was launched from, most often: its record has the place where they were."""
     before, now, job_id = tmp_path / "before", tmp_path / "now", "local-tiny-20260131120000-1a2b"
-    checkpoint = resolved.spec.checkpoint.model_copy(update={"destination": str(before / job_id)})
-    spec = resolved.spec.model_copy(update={"checkpoint": checkpoint})
-    record = new_record(
-        job,
-        resolved.model_copy(update={"spec": spec}),
-        job_id=job_id,
-        backend="local",
-        environment=None,
-        plan={},
-        image=None,
-        channels=(),
-        forced=(),
-        launched_by="",
-    )
+    record = recorded(job, resolved, str(before / job_id))
     (before / job_id / "checkpoints").mkdir(parents=True)
     LocalBackend(before).check(record.with_next_attempt())
     before.rename(now)

@@ -155,11 +155,9 @@ def launch_from_here(
     )
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
-    own = (root or folder.resolve()) / job_id
-    destination = sent.checkpoint.destination or str(own)
-    if root is not None and "://" not in destination:
-        # Batch scripts run in the job's own folder: one that is stated from there is each job's own, too.
-        destination = str(own / destination)
+    stated = sent.checkpoint.destination or ""
+    # A path is from the job's own folder, where batch scripts run: no other job of the same file goes on from there.
+    destination = stated if "://" in stated else str((root or folder.resolve()) / job_id / stated)
     record = new_record(
         job,
         with_destination(sent, destination, world_size=num_processes),

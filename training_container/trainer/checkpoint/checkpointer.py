@@ -678,25 +678,22 @@ class Checkpointer:
 
         AwsRefusedError or JobFailedError if the destination can't be read.
         """
-        try:
-            if not self._retry(f"look for {name}", lambda: self._destination.has(name)):
-                return None
-            content: bytes = self._retry(f"reading {name}", lambda: self._destination.get_bytes(name))
-        except MissingFileError:
-            return None
-        except DestinationError as error:
-            raise self._restorer.unreachable(error) from None
-        return content
+        found: list[bytes] = []
+        is_there = self._take(name, lambda: found.append(self._destination.get_bytes(name)))
+        return found[-1] if is_there else None
 
     def fetch_file(self, name: str, path: Path) -> bool:
         """Copy `<destination>/<name>` to `path` (call it on one rank); False if there is none.
 
         AwsRefusedError or JobFailedError if the destination can't be read.
         """
+        return self._take(name, lambda: self._destination.get_file(name, path))
+
+    def _take(self, name: str, take: Callable[[], None]) -> bool:
         try:
             if not self._retry(f"look for {name}", lambda: self._destination.has(name)):
                 return False
-            self._retry(f"download of {name}", lambda: self._destination.get_file(name, path))
+            self._retry(f"download of {name}", take)
         except MissingFileError:
             return False
         except DestinationError as error:
