@@ -509,8 +509,11 @@ SIZE_MARGIN = 1.15
 
 
 def _stated_sizes(text: str) -> list[float]:
-    """Billions of parameters that a name states: 8 of "llama-3.1-8b"."""
-    return [float(size) for size in re.findall(r"(?<![a-z0-9.])(\d{1,5}(?:\.\d{1,3})?)b(?![a-z0-9])", text)]
+    """Billions of parameters that a name states: 8 of "llama-3.1-8b", 0.125 of "opt-125m". "1M" and "10M" are
+    words of a sequence."""
+    billions = re.findall(r"(?<![a-z0-9.])(\d{1,5}(?:\.\d{1,3})?)b(?![a-z0-9])", text)
+    millions = re.findall(r"(?<![a-z0-9.])(1[1-9]|[2-9]\d|\d{3})m(?![a-z0-9])", text)
+    return [float(size) for size in billions] + [float(size) / 1000 for size in millions]
 
 
 def _near(one: float, other: float) -> bool:
@@ -519,12 +522,20 @@ def _near(one: float, other: float) -> bool:
 
 def normal_name(name: str) -> str:
     """The last part of a hub id or path, in lower case and with hyphens, as the known names are written."""
-    text = re.sub(r"[_\s]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
-    text = text.replace("deepseekv", "deepseek-v").replace("nemotron-v3", "nemotron-3")
+    text = name.strip().rstrip("/").rsplit("/", 1)[-1].lower()
+    # A version's point as "phi-1_5", "llama3_1_8b" or "qwen-2-5-7b" write it.
+    text = re.sub(r"(?<![a-z0-9])(phi-1|internlm2)_5(?!\d)", r"\1.5", text)
+    text = re.sub(r"(?<![a-z0-9])(llama-?3|qwen-?2)[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
+    text = re.sub(r"[_\s]+", "-", text)
+    text = (
+        text.replace("deepseekv", "deepseek-v")
+        .replace("nemotron-v3", "nemotron-3")
+        .replace("command-r+", "command-r-plus")
+    )
     text = re.sub(r"deepseek-v3\.1(?!\d)", "deepseek-v3", text)  # of the same sizes
-    # "Llama3-8B", "Phi3-mini"; "Qwen-2.5-7B", "GPT-2".
+    # "Llama3-8B", "Phi3-mini"; "Qwen-2.5-7B", "GPT-2", "GPT-3".
     text = re.sub(r"(?<![a-z0-9])(llama|gemma|phi)(?=\d)", r"\1-", text)
-    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3)-)|(gpt)-(?=2(?!\d)))", r"\1\2", text)
+    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3)-)|(gpt)-(?=[23](?!\d)))", r"\1\2", text)
 
 
 def says_experts(name: str) -> bool:
@@ -592,7 +603,7 @@ def shape_of_known(name: str) -> ModelShape:
 
 
 def _kinds_known() -> list[str]:
-    """The first words of the known names: what a person can look for among ninety of them."""
+    """The first words of the known names: what a person can look for among three hundred of them."""
     return sorted({re.split(r"[-\d]", known)[0] for known in KNOWN_CONFIGS})
 
 

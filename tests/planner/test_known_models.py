@@ -1,0 +1,90 @@
+"""The table of well-known models: their sizes, and the ways in which people write their names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainyard.planner.families import known_name, shape_from_config, shape_of_known, size_of_unknown
+from trainyard.planner.known_models import KNOWN_CONFIGS
+
+Counted = Callable[[dict[str, Any]], int]
+
+PUBLISHED = {
+    **{"llama-30b": 32_528_943_616, "llama-65b": 65_285_660_672, "codellama-7b": 6_738_546_688},
+    **{"solar-10.7b": 10_731_524_096, "yi-6b": 6_061_035_520, "yi-9b": 8_829_407_232},
+    **{"deepseek-llm-7b": 6_910_365_696, "deepseek-moe-16b": 16_375_728_128, "smollm2-135m": 134_515_008},
+    **{"smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384, "codestral-22b": 22_247_282_688},
+    **{"mistral-large": 122_610_069_504, "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen3-coder-480b-a35b": 480_154_875_392},
+    **{"deepseek-r1-distill-qwen-1.5b": 1_777_088_000, "distilgpt2": 81_912_576, "gemma-2-2b": 2_614_341_888},
+    **{"gemma-2-27b": 27_227_128_320, "olmo-2-1b": 1_484_916_736, "olmo-2-32b": 32_234_279_936},
+    **{"olmoe-1b-7b": 6_919_161_856, "command-r": 34_980_831_232, "phi-3-medium": 13_960_238_080},
+    **{"phi-4-mini": 3_836_021_760, "phi-3.5-moe": 41_873_153_344, "stablelm-2-1.6b": 1_644_515_328},
+    **{"stablelm-3b-4e1t": 2_795_443_200, "glm-4-9b": 9_399_951_360, "internlm2-7b": 7_737_708_544},
+    **{"internlm2-20b": 19_861_149_696, "ernie-4.5-0.3b": 360_748_032, "ernie-4.5-21b-a3b": 21_825_437_888},
+    **{"exaone-3.5-2.4b": 2_405_327_360, "exaone-3.5-7.8b": 7_818_448_896, "seed-oss-36b": 36_151_104_512},
+    **{"dbrx": 131_596_523_520, "pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-410m": 405_334_016},
+    **{"pythia-1b": 1_011_781_632, "pythia-2.8b": 2_775_208_960, "opt-125m": 125_239_296, "bloom": 176_247_271_424},
+    **{"starcoder": 15_517_456_384, "baichuan2-7b": 7_505_973_248, "llama-4-scout": 107_769_861_120},
+}
+"""Parameters that the models' pages say, of those that are written as another family's too."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_the_parameters_that_their_pages_say(name: str) -> None:
+    assert shape_of_known(name).params == PUBLISHED[name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(KNOWN_CONFIGS))
+def test_every_known_model_has_the_parameters_that_transformers_counts(name: str, real_parameters: Counted) -> None:
+    assert shape_from_config(KNOWN_CONFIGS[name]).params == real_parameters(KNOWN_CONFIGS[name])
+
+
+@pytest.mark.parametrize(
+    ("written", "known"),
+    [
+        ("huggyllama/llama-13b", "llama-13b"),
+        ("GPT-3 6.7B", "gpt3-6.7b"),
+        ("GPT-3 175B", "gpt3-175b"),
+        ("microsoft/phi-1_5", "phi-1.5"),
+        ("llama3_1_8b", "llama-3.1-8b"),
+        ("Llama-3-8B", "llama-3-8b"),
+        ("llama_3_70b", "llama-3-70b"),
+        ("Qwen-2_5-7B", "qwen2.5-7b"),
+        ("qwen2-7b", "qwen2-7b"),
+        ("internlm/internlm2_5-7b-chat", "internlm2.5-7b"),
+        ("CohereForAI/c4ai-command-r-plus", "command-r-plus"),
+        ("Command R+", "command-r-plus"),
+        ("c4ai-command-r-v01", "command-r"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepseek-r1-distill-qwen-1.5b"),
+        ("DeepSeek-R1-Distill-Llama-70B", "deepseek-r1-distill-llama-70b"),
+        ("DeepSeek-R1", "deepseek-r1"),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", "qwen2.5-coder-32b"),
+        ("Qwen2.5-7B-Instruct-1M", "qwen2.5-7b"),
+        ("allenai/OLMo-2-1124-7B", "olmo-2-1124-7b"),
+        ("openlm-research/open_llama_7b_v2", "llama-7b"),
+        ("lmsys/vicuna-13b-v1.5-16k", "vicuna-13b"),
+        ("s3://models/bloom/", "bloom"),
+        ("bigscience/bloom-7b1", "bloom-7b1"),
+        ("starcoder2-15b", "starcoder2-15b"),
+        ("zai-org/GLM-4.5-Air", "glm-4.5-air"),
+        ("Llama 4 Scout", "llama-4-scout"),
+        # Another's sizes, or nobody's.
+        ("bloom-13b", None),
+        ("opt-350m", None),
+        ("Qwen2.5-VL-7B", None),
+        ("starcoder2-40b", None),
+        ("deepseek-r1-distill-qwen-3b", None),
+    ],
+)
+def test_names_are_known_however_they_are_written(written: str, known: str | None) -> None:
+    assert known_name(written) == known
+
+
+@pytest.mark.parametrize(
+    ("written", "billions"),
+    [("llama-300M", 0.3), ("opt-350m", 0.35), ("llama-12m", 0.012), ("llama-9b-1m", 9), ("llama-10m", None)],
+)
+def test_a_size_in_an_unknown_name_may_be_of_millions(written: str, billions: float | None) -> None:
+    assert size_of_unknown(written) == billions
