@@ -6,6 +6,7 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook, failures_per_node_day, gpu, instance, instance_types, price
+from trainyard.hardware.gpus import GENERATIONS, _known
 
 
 @pytest.mark.parametrize(
@@ -70,18 +71,20 @@ def test_an_unknown_type_is_refused_with_close_names() -> None:
         ("A100-40", "A100", 39.55),
         ("V100-16G", "V100", 15.8),
         ("H100 80G PCIe", "H100 PCIE", 79.1),
-        ("NVIDIA A100-PCIE, 40960MiB", "A100", 39.55),
+        ("NVIDIA A100-PCIE, 40960MiB", "A100 PCIE", 39.55),
         # Neither a size: a name, so many GPUs, a part of one.
         ("NVIDIA A10G", "A10G", 22.1),
         ("V100 x 16", "V100", 31.6),
         ("A100 MIG 3g.20gb", "A100", 19.8),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "A100", 19.8),
         ("A100-SXM4-80GB MIG 1g.10gb", "A100", 9.9),
-        ("NVIDIA A100 80GB PCIe MIG 1g.20gb+me", "A100", 19.8),
+        ("NVIDIA A100 80GB PCIe MIG 1g.20gb+me", "A100 PCIE", 19.8),
         # Decimal GB of the same part; a part that was made with more; a refitted one.
         ("B200 192GB", "B200", 177.1),
         ("H100 96GB HBM2e", "H100", 94.9),
         ("RTX 4090 48GB", "RTX 4090", 47.5),
+        ("RTX 3080 20GB", "RTX 3080", 19.8),
+        ("NVIDIA A100-PCIE-40", "A100 PCIE", 39.55),
     ],
 )
 def test_gpus_by_their_many_names(name: str, key: str, gib: float) -> None:
@@ -95,6 +98,22 @@ def test_peaks_by_precision() -> None:
     assert gpu("H100").peak_tflops("fp8") == 1979
     assert gpu("A100").peak_tflops("fp8") == 312, "no FP8 units: bf16 runs instead"
     assert gpu("A100").peak_tflops("fp32") == 19.5
+
+
+def test_every_part_says_its_generation_and_lies_within_its_kinds_bounds() -> None:
+    """Of each its peak in 16 bits, by how many times plain fp32's it is, and what was measured of it."""
+    for name in _known():
+        part = gpu(name)
+        assert name in GENERATIONS, f"{name}: taken for an ampere"
+        assert 1.9 < part.bf16_tflops / part.fp32_tflops < 35, name
+        assert 0.5 < part.sustained < 1.5, name
+        assert part.memory_tb_per_second > 0.2 and 5 < part.memory_gib < 300, name
+
+
+def test_a_card_on_pcie_has_its_own_power_memory_and_links() -> None:
+    module, card = gpu("A100"), gpu("NVIDIA A100 80GB PCIe")
+    assert card.sustained < 1 == module.sustained and not card.nvlink
+    assert card.memory_tb_per_second == 1.935 and gpu("A100-PCIE-40GB").memory_tb_per_second == 1.555
 
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:

@@ -70,6 +70,7 @@ def test_every_known_model_has_the_parameters_that_transformers_counts(name: str
         ("starcoder2-15b", "starcoder2-15b"),
         ("zai-org/GLM-4.5-Air", "glm-4.5-air"),
         ("Llama 4 Scout", "llama-4-scout"),
+        ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", "llama-4-maverick-17b-128e"),
         # Another's sizes, or nobody's.
         ("bloom-13b", None),
         ("opt-350m", None),

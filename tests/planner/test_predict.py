@@ -460,7 +460,7 @@ def test_a_stated_precision_that_a_part_has_no_units_for_is_said(gpu: str, preci
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"model": "acme"}, "unknown model 'acme'; known are sizes of alpaca, .*llama, .*qwen"),
+        ({"model": "xyzzy"}, "unknown model 'xyzzy'; known are sizes of aya, .*llama, .*qwen"),
         ({"model": "meta-llama/Llama-3.1-9B-foo-moe"}, "close to it: llama-3.1-8b"),
         ({"gpu": "ml.p5.49xlarge"}, "unknown instance type 'ml.p5.49xlarge'; close to it: ml.p5.4"),
         ({"gpu": "foo.xlarge"}, "unknown instance type 'foo.xlarge'"),

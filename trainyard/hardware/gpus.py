@@ -20,12 +20,18 @@ PCIE_GB_PER_SECOND = 24.0
 
 GENERATIONS = {
     "V100": "volta",
-    "T4": "turing",
-    **dict.fromkeys(("A100", "A800", "A10G", "A10", "A30", "A40", "A6000", "RTX 3090"), "ampere"),
-    **dict.fromkeys(("L4", "L40", "L40S", "RTX 4090", "RTX 4080", "RTX 6000 ADA"), "ada"),
-    **dict.fromkeys(("H100", "H100 PCIE", "H100 NVL", "H200", "H800", "H20", "GH200"), "hopper"),
+    **dict.fromkeys(("T4", "RTX 2080 TI", "TITAN RTX", "RTX 8000"), "turing"),
+    **dict.fromkeys(("A100", "A100 PCIE", "A800", "A10G", "A10", "A30", "A40", "A6000", "A5000", "A4500"), "ampere"),
+    **dict.fromkeys(("A4000", "RTX 3090 TI", "RTX 3090", "RTX 3080 TI", "RTX 3080", "RTX 3070"), "ampere"),
+    **dict.fromkeys(("RTX 3060 TI", "RTX 3060"), "ampere"),
+    **dict.fromkeys(("L4", "L20", "L40", "L40S", "RTX 6000 ADA", "RTX 5000 ADA", "RTX 4090"), "ada"),
+    **dict.fromkeys(("RTX 4080 SUPER", "RTX 4080", "RTX 4070 TI SUPER", "RTX 4070 TI", "RTX 4070 SUPER"), "ada"),
+    **dict.fromkeys(("RTX 4070", "RTX 4060 TI", "RTX 4060"), "ada"),
+    **dict.fromkeys(("H100", "H100 PCIE", "H100 NVL", "H200", "H800", "H800 PCIE", "H20", "GH200"), "hopper"),
     **dict.fromkeys(("B200", "B300", "GB200", "GB300", "RTX PRO 6000", "RTX PRO 4500"), "blackwell"),
-    **dict.fromkeys(("MI300X", "MI325X"), "cdna3"),
+    **dict.fromkeys(("RTX 5090", "RTX 5080", "RTX 5070 TI", "RTX 5060 TI"), "blackwell"),
+    # CDNA 4 as well: nothing here tells the two apart.
+    **dict.fromkeys(("MI300X", "MI325X", "MI355X"), "cdna3"),
 }
 
 
@@ -41,7 +47,7 @@ GRACE_GB = {"GH200": (120,)}
 """In the names of parts that driver and torch print: the memory of the processor beside the GPU, where it is no more
 than twice the GPU's own ("GH200 480GB" is of 96 GB as well)."""
 
-UNNAMED_GB = {"A100": (40, 80), "A800": (40, 80), "V100": (16, 32)}
+UNNAMED_GB = {**dict.fromkeys(("A100", "A100 PCIE", "A800"), (40, 80)), "V100": (16, 32)}
 """Sizes that are known for what they are without their unit: "A100-40"."""
 
 MOST_TIMES = 2
@@ -110,7 +116,9 @@ def gpu(name: str, memory_gb: float | None = None) -> Gpu:
         known = sorted(_known())
         close = difflib.get_close_matches(name.upper(), known, n=2, cutoff=0.5)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise InputError(f"unknown GPU {name!r}{hint} (known: {', '.join(known)})")
+        # Cards of desks are known by their numbers; the list stays one that can be read.
+        listed = [part for part in known if not part.startswith(("RTX", "TITAN"))]
+        raise InputError(f"unknown GPU {name!r}{hint} (known: {', '.join(listed)}, RTX 3060 to RTX 5090)")
     size = memory_gb if memory_gb is not None else _size_in(name, key)
     return _build(key, size)
 
@@ -132,7 +140,7 @@ def _known() -> frozenset[str]:
 
 def _key(name: str) -> str | None:
     text = " ".join(re.sub(r"[-_/]", " ", name.upper()).replace("NVIDIA", "").replace("GEFORCE", "").split())
-    text = text.replace("RTX PRO SERVER 6000", "RTX PRO 6000")
+    text = text.replace("RTX PRO SERVER 6000", "RTX PRO 6000").replace("RTX 6000 PRO", "RTX PRO 6000")
     # "H100 80GB PCIe" is another part than "H100 80GB HBM3".
     text = " ".join(re.sub(rf"\b{_SIZE}", " ", text).split())
     # The longest name first, so that "GB200" is not read as "B200".
@@ -154,7 +162,7 @@ def _size_in(name: str, key: str) -> float | None:
             return None  # in decimal GB, as vendors print it
         if 0 < size <= MOST_TIMES * usual and size not in GRACE_GB.get(key, ()):
             return size
-    unnamed = re.search(rf"{re.escape(key)}[-_/ ](\d+)(?![A-Z0-9.])", name.upper())
+    unnamed = re.search(rf"{re.escape(key)}[-_/ ](\d+)(?![A-Z0-9.])", re.sub(r"[-_/]", " ", name.upper()))
     return float(unnamed.group(1)) if unnamed and int(unnamed.group(1)) in UNNAMED_GB.get(key, ()) else None
 
 

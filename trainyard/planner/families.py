@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -603,8 +604,13 @@ def shape_of_known(name: str) -> ModelShape:
 
 
 def _kinds_known() -> list[str]:
-    """The first words of the known names: what a person can look for among three hundred of them."""
-    return sorted({re.split(r"[-\d]", known)[0] for known in KNOWN_CONFIGS})
+    """The first words of the known names that several have: what a person can look for among three hundred of them."""
+    kinds = Counter(re.split(r"[-\d]", known)[0] for known in KNOWN_CONFIGS)
+    return sorted(kind for kind, number in kinds.items() if number >= COMMON_KIND)
+
+
+COMMON_KIND = 4
+"""Known models of a kind that is named to who asks for an unknown one."""
 
 
 _LEARNT: dict[str, Config] = {}

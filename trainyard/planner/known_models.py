@@ -136,16 +136,12 @@ _OF_QWEN: dict[str, Config] = {
     "qwen1.5-32b": _sizes("qwen2", 5120, 27392, 64, 40, 8, 152064),
     "qwen1.5-72b": _sizes("qwen2", 8192, 24576, 80, 64, 64, 152064),
     "qwen1.5-110b": _sizes("qwen2", 8192, 49152, 80, 64, 8, 152064),
-    "qwen1.5-moe-a2.7b": _sizes(
-        *("qwen2_moe", 2048, 5632, 24, 16, 16, 151936),
-        **{"num_experts": 60, "num_experts_per_tok": 4},
-        **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
-    ),
-    "qwen2-57b-a14b": _sizes(
-        *("qwen2_moe", 3584, 18944, 28, 28, 4, 151936),
-        **{"num_experts": 64, "num_experts_per_tok": 8},
-        **{"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
-    ),
+    "qwen1.5-moe-a2.7b": _sizes("qwen2_moe", 2048, 5632, 24, 16, 16, 151936)
+    | {"num_experts": 60, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    "qwen2-57b-a14b": _sizes("qwen2_moe", 3584, 18944, 28, 28, 4, 151936)
+    | {"num_experts": 64, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
     "qwen2.5-0.5b": _sizes("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
     "qwen2.5-1.5b": _sizes("qwen2", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
     "qwen2.5-3b": _sizes("qwen2", 2048, 11008, 36, 16, 2, 151936, tie_word_embeddings=True),
@@ -187,33 +183,27 @@ _OF_QWEN: dict[str, Config] = {
         num_experts_per_tok=8,
         moe_intermediate_size=1536,
     ),
-    "qwen3-coder-480b-a35b": _sizes(
-        *("qwen3_moe", 6144, 8192, 62, 96, 8, 151936),
-        **{"head_dim": 128, "num_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 2560},
-    ),
+    "qwen3-coder-480b-a35b": _sizes("qwen3_moe", 6144, 8192, 62, 96, 8, 151936)
+    | {"head_dim": 128, "num_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 2560},
     "qwen3-next-80b-a3b": {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512},
 }
 
 _OF_DEEPSEEK: dict[str, Config] = {
-    "deepseek-v2-lite": _sizes(
-        *("deepseek_v2", 2048, 10944, 27, 16, 16, 102400),
-        **_routed(64, 6, 1408, shared=2, dense=1),
-        **_latent(query=None),
-    ),
-    "deepseek-v2": _sizes(
-        *("deepseek_v2", 5120, 12288, 60, 128, 128, 102400), **_routed(160, 6, 1536, shared=2, dense=1), **_latent()
-    ),
-    "deepseek-v3": _sizes(
-        *("deepseek_v3", 7168, 18432, 61, 128, 128, 129280), **_routed(256, 8, 2048, shared=1, dense=3), **_latent()
-    ),
-    "kimi-k2": _sizes(
-        *("deepseek_v3", 7168, 18432, 61, 64, 64, 163840), **_routed(384, 8, 2048, shared=1, dense=1), **_latent()
-    ),
-    "deepseek-moe-16b": _sizes(
-        *("glm4_moe", 2048, 10944, 28, 16, 16, 102400),
-        **_routed(64, 6, 1408, shared=2, dense=1),
-        **{"head_dim": 128, "use_qk_norm": False, "attention_bias": False},
-    ),
+    "deepseek-v2-lite": _sizes("deepseek_v2", 2048, 10944, 27, 16, 16, 102400)
+    | _routed(64, 6, 1408, shared=2, dense=1)
+    | _latent(query=None),
+    "deepseek-v2": _sizes("deepseek_v2", 5120, 12288, 60, 128, 128, 102400)
+    | _routed(160, 6, 1536, shared=2, dense=1)
+    | _latent(),
+    "deepseek-v3": _sizes("deepseek_v3", 7168, 18432, 61, 128, 128, 129280)
+    | _routed(256, 8, 2048, shared=1, dense=3)
+    | _latent(),
+    "kimi-k2": _sizes("deepseek_v3", 7168, 18432, 61, 64, 64, 163840)
+    | _routed(384, 8, 2048, shared=1, dense=1)
+    | _latent(),
+    "deepseek-moe-16b": _sizes("glm4_moe", 2048, 10944, 28, 16, 16, 102400)
+    | _routed(64, 6, 1408, shared=2, dense=1)
+    | {"head_dim": 128, "use_qk_norm": False, "attention_bias": False},
 }
 
 _OF_GPT: dict[str, Config] = {
@@ -360,10 +350,8 @@ _OF_OTHERS: dict[str, Config] = {
     "phi-3-medium": _sizes("phi3", 5120, 17920, 40, 40, 10, 32064),
     "phi-4": _sizes("phi3", 5120, 17920, 40, 40, 10, 100352),
     "phi-4-mini": _sizes("phi3", 3072, 8192, 32, 24, 8, 200064, tie_word_embeddings=True),
-    "phi-3.5-moe": _sizes(
-        *("phimoe", 4096, 6400, 32, 32, 8, 32064),
-        **{"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
-    ),
+    "phi-3.5-moe": _sizes("phimoe", 4096, 6400, 32, 32, 8, 32064)
+    | {"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
     "nemotron-4-15b": _sizes("nemotron", 6144, 24576, 32, 48, 8, 256000, head_dim=128),
     "nemotron-4-340b": _sizes("nemotron", 18432, 73728, 96, 96, 8, 256000, head_dim=192),
     "minitron-4b": _sizes("nemotron", 3072, 9216, 32, 24, 8, 256000, head_dim=128),
@@ -433,19 +421,14 @@ _OF_OTHERS: dict[str, Config] = {
     "stablelm-2-12b": _sizes("stablelm", 5120, 13824, 40, 32, 8, 100352, use_parallel_residual=True),
     "glm-4-9b": _sizes("glm", 4096, 13696, 40, 32, 2, 151552, head_dim=128, attention_bias=True),
     "glm-4-32b": _sizes("glm4", 6144, 23040, 61, 48, 2, 151552, head_dim=128, attention_bias=False),
-    "glm-4.5": _sizes(
-        *("glm4_moe", 5120, 12288, 92, 96, 8, 151552),
-        **_routed(160, 8, 1536, shared=1, dense=3),
-        **{"head_dim": 128, "use_qk_norm": True, "attention_bias": True},
-    ),
-    "glm-4.5-air": _sizes(
-        *("glm4_moe", 4096, 10944, 46, 96, 8, 151552),
-        **_routed(128, 8, 1408, shared=1, dense=1),
-        **{"head_dim": 128, "use_qk_norm": False, "attention_bias": True},
-    ),
-    "chatglm2-6b": _sizes(
-        *("glm", 4096, 13696, 28, 32, 2, 65024), **{"head_dim": 128, "attention_bias": True, "pad_token_id": 0}
-    ),
+    "glm-4.5": _sizes("glm4_moe", 5120, 12288, 92, 96, 8, 151552)
+    | _routed(160, 8, 1536, shared=1, dense=3)
+    | {"head_dim": 128, "use_qk_norm": True, "attention_bias": True},
+    "glm-4.5-air": _sizes("glm4_moe", 4096, 10944, 46, 96, 8, 151552)
+    | _routed(128, 8, 1408, shared=1, dense=1)
+    | {"head_dim": 128, "use_qk_norm": False, "attention_bias": True},
+    "chatglm2-6b": _sizes("glm", 4096, 13696, 28, 32, 2, 65024)
+    | {"head_dim": 128, "attention_bias": True, "pad_token_id": 0},
     "glm-130b": _sizes("llama", 12288, 32768, 70, 96, 96, 150528, tie_word_embeddings=True),
     "baichuan-7b": _sizes("llama", 4096, 11008, 32, 32, 32, 64000),
     "baichuan-13b": _sizes("llama", 5120, 13696, 40, 40, 40, 64000),
@@ -456,35 +439,25 @@ _OF_OTHERS: dict[str, Config] = {
     "internlm2-7b": _sizes("llama", 4096, 14336, 32, 32, 8, 92544),
     "internlm2-20b": _sizes("llama", 6144, 16384, 48, 48, 8, 92544),
     "internlm3-8b": _sizes("llama", 4096, 10240, 48, 32, 2, 128512, head_dim=128),
-    "minimax-m2": _sizes(
-        *("minimax_m2", 3072, 1536, 62, 48, 8, 200064),
-        **{"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
-    ),
+    "minimax-m2": _sizes("minimax_m2", 3072, 1536, 62, 48, 8, 200064)
+    | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
     "ernie-4.5-0.3b": _sizes("ernie4_5", 1024, 3072, 18, 16, 2, 103424, head_dim=128),
-    "ernie-4.5-21b-a3b": _sizes(
-        *("ernie4_5_moe", 2560, 12288, 28, 20, 4, 103424),
-        **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
-    ),
+    "ernie-4.5-21b-a3b": _sizes("ernie4_5_moe", 2560, 12288, 28, 20, 4, 103424)
+    | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
     "exaone-3.5-2.4b": _sizes("llama", 2560, 7168, 30, 32, 8, 102400, head_dim=80, tie_word_embeddings=True),
     "exaone-3.5-7.8b": _sizes("llama", 4096, 14336, 32, 32, 8, 102400),
     "exaone-3.5-32b": _sizes("llama", 5120, 27392, 64, 40, 8, 102400),
     "exaone-4.0-32b": _sizes("exaone4", 5120, 27392, 64, 40, 8, 102400),
     "seed-oss-36b": _sizes("seed_oss", 5120, 27648, 64, 80, 8, 155136, head_dim=128),
     "dbrx": _sizes("mixtral", 6144, 10752, 40, 48, 8, 100352, num_local_experts=16, num_experts_per_tok=4),
-    "grok-1": _sizes(
-        *("mixtral", 6144, 32768, 64, 48, 8, 131072),
-        **{"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True},
-    ),
-    "llama-4-scout": _sizes(
-        *("llama4_text", 5120, 8192, 48, 40, 8, 202048),
-        **{"intermediate_size_mlp": 16384, "head_dim": 128},
-        **{"num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
-    ),
-    "llama-4-maverick": _sizes(
-        *("llama4_text", 5120, 8192, 48, 40, 8, 202048),
-        **{"intermediate_size_mlp": 16384, "head_dim": 128, "use_qk_norm": False},
-        **{"num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
-    ),
+    "grok-1": _sizes("mixtral", 6144, 32768, 64, 48, 8, 131072)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    "llama-4-scout": _sizes("llama4_text", 5120, 8192, 48, 40, 8, 202048)
+    | {"intermediate_size_mlp": 16384, "head_dim": 128}
+    | {"num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+    "llama-4-maverick": _sizes("llama4_text", 5120, 8192, 48, 40, 8, 202048)
+    | {"intermediate_size_mlp": 16384, "head_dim": 128, "use_qk_norm": False}
+    | {"num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
 }
 
 _SAME_SIZES = {
@@ -511,6 +484,7 @@ _SAME_SIZES = {
     **{f"granite-3.{minor}-{size}": f"granite-3.1-{size}" for minor in (0, 2, 3) for size in ("2b", "8b")},
     **{"aya-23-35b": "command-r", "aya-expanse-8b": "aya-23-8b", "aya-expanse-32b": "command-r-08-2024"},
     **{"glm-4.6": "glm-4.5", "chatglm3-6b": "chatglm2-6b"},
+    **{"llama-4-scout-17b-16e": "llama-4-scout", "llama-4-maverick-17b-128e": "llama-4-maverick"},
     **{"internlm2.5-7b": "internlm2-7b", "internlm2.5-20b": "internlm2-20b"},
 }
 """Names of models whose layers and widths are another's, to a few words of the vocabulary."""

@@ -27,13 +27,18 @@ FIELDS = {
 """Other names of fields, as frameworks' own options have them. `batch_size` is none: it may be either batch."""
 
 
+HYBRID = ("hsdp", "hsdp2", "hybridshard", "fsdphybridshard", "hybridshardingfsdp")
+"""Words, without what parts them, of weights that are cut within a node and copied from node to node."""
+
+
 def _sharding(text: str) -> str:
-    """ "ZeRO-3", "stage 3", "FSDP" and "FULL_SHARD" are zero3; what replicates too (HSDP) says more than one word."""
+    """ "ZeRO-3", "stage 3", "FSDP" and "FULL_SHARD" are zero3; what replicates too is, beside its copies (`HYBRID`)."""
     words = re.sub(r"[^a-z0-9]", "", text)
     stage = re.fullmatch(r"(?:zero|stage|zerostage)?([0-3])", words)
     if stage:
         return "none" if stage[1] == "0" else f"zero{stage[1]}"
     known = {"fsdp": "zero3", "fsdp2": "zero3", "fullshard": "zero3", "shardgradop": "zero2", "ddp": "none"}
+    known |= {"noshard": "none", **dict.fromkeys(HYBRID, "zero3")}
     return known.get(words, "zero1" if words in ("distopt", "distributedoptimizer") else text)
 
 
@@ -48,6 +53,31 @@ def _precision(text: str) -> str:
     narrowest = min(int(word[2:]) for word in found)
     named = [word for word in found if int(word[2:]) == narrowest]
     return named[0] if len(named) == 1 else text
+
+
+def _recompute(text: str) -> str:
+    """Megatron's "uniform" and "block" and a plain yes compute all layers again, torchtitan's "op" every second
+    product."""
+    words = re.sub(r"[^a-z0-9]", "", text)
+    known = dict.fromkeys(("true", "yes", "on", "all", "uniform", "block", "fulluniform", "fullblock"), "full")
+    known |= dict.fromkeys(("gradientcheckpointing", "activationcheckpointing", "everylayer"), "full")
+    known |= dict.fromkeys(("false", "no", "off", "disabled"), "none")
+    known |= dict.fromkeys(("op", "selectiveop", "coreattn", "coreattention"), "selective")
+    return known.get(words, text)
+
+
+def _method(text: str) -> str:
+    """ "SFT", "full fine-tuning" and "pretraining" train all weights; 4 bits under LoRA are QLoRA."""
+    words = re.sub(r"[^a-z0-9]", "", text)
+    if re.fullmatch(
+        r"(?:full(?:parameters?|params?|weights?)?)?(?:sft|fft|(?:pre|continuedpre)?train(?:ing)?)?", words
+    ):
+        return "full" if words else text
+    if re.fullmatch(r"(?:full(?:parameters?|params?|weights?)?)?fine?tun(?:e|ing)", words):
+        return "full"
+    known = dict.fromkeys(("qlora4bit", "qloranf4", "lora4bit", "4bitlora", "4bitqlora", "loranf4"), "qlora")
+    known |= dict.fromkeys(("lora16bit", "lorabf16", "16bitlora", "loraft", "loratuning"), "lora")
+    return known.get(words, text)
 
 
 SAME_STATE = "torch|apex|xla|npu|hf|bnb|fused|foreach|distributed|decoupled"
@@ -69,6 +99,8 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "sharding": _sharding,
     **dict.fromkeys(("precision", "gradient_precision", "moment_precision"), _precision),
     "optimizer": _optimizer,
+    "recompute": _recompute,
+    "method": _method,
 }
 
 
@@ -80,6 +112,7 @@ def in_plain_words(content: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and found.get(usual) not in (None, value):
             raise InputError(f"{name} {value!r}: {usual} is {found[usual]!r}; leave one of the two out")
         found[usual] = value if found.get(usual) is None else found[usual]
+    found = _with_copies(found)
     for name, spelling in SPELLINGS.items():
         value = found.get(name)
         if isinstance(value, str) or (name == "sharding" and isinstance(value, int) and not isinstance(value, bool)):
@@ -87,6 +120,25 @@ def in_plain_words(content: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("recompute"), bool):
         found["recompute"] = "full" if found["recompute"] else "none"
     return _with_machine(found)
+
+
+def _with_copies(found: dict[str, Any]) -> dict[str, Any]:
+    """How many copies there are of weights under HSDP, where nobody states it: torch's HYBRID_SHARD has one a node
+    (torch.distributed.fsdp.ShardingStrategy)."""
+    words = re.sub(r"[^a-z0-9]", "", str(found.get("sharding")).lower())
+    if words not in HYBRID or found.get("data_replicate") is not None:
+        return found
+    stated = [
+        found.get("gpus"),
+        *(found.get(name) or 1 for name in ("tp", "pp", "cp")),
+        found.get("gpus_per_node") or 8,
+    ]
+    sizes = [size for size in stated if isinstance(size, int) and size > 0]
+    if len(sizes) < len(stated):
+        return found
+    gpus, tensor, pipeline, context, per_node = sizes
+    within = max(1, per_node // (tensor * context))
+    return found | {"data_replicate": max(1, gpus // (tensor * pipeline * context) // within)}
 
 
 def _with_machine(found: dict[str, Any]) -> dict[str, Any]:
