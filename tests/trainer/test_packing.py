@@ -15,7 +15,7 @@ from trainer.data.token_cache import TokenCache
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.models.build import build_model
 from trainer.tasks.causal_lm import CausalLM
-from trainer_testing.families import FAMILIES
+from trainer_testing.families import FAMILIES, OWN_SIZES
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, TinyBatch, tiny_job
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,7 +137,7 @@ TINY: dict[str, Any] = FAMILIES["Llama"] | {
 @pytest.mark.parametrize("model_type", sorted(DOCUMENT_FAMILIES - {"deepseek_v2", "deepseek_v3"}))
 def test_every_verified_model_type_keeps_documents_apart(model_type: str) -> None:
     """(DeepSeek, whose heads are no Llama's, is in the short test above.)"""
-    config = AutoConfig.for_model(**TINY | {"model_type": model_type})
+    config = AutoConfig.for_model(**TINY | OWN_SIZES.get(model_type, {}) | {"model_type": model_type})
     asked = {"experts_implementation": "eager", "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, **asked).double().eval()
     tokens = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -50,11 +50,17 @@ EXPERT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe
 
 DOCUMENT_FAMILIES = frozenset(
     {
-        *("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4"),
-        *("flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox"),
-        *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral"),
-        *("mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2"),
-        *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+        *("apertus", "arcee", "aria_text", "axk1", "beam", "bitnet", "codegen", "cohere", "cohere2"),
+        *("cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5"),
+        *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text"),
+        *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2"),
+        *("gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granitemoe"),
+        *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax"),
+        *("internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash"),
+        *("mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral"),
+        *("modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon"),
+        *("phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+        *("solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
     }
 )
 """Model types that keep packed documents apart when position ids restart at each.

@@ -65,6 +65,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Name in the support table -> model.config."""
 
+_LATENT: dict[str, Any] = {
+    **{
+        name: size
+        for name, size in _DEEPSEEK.items()
+        if name.startswith(("kv_", "qk_", "v_", "n_", "num_key", "first"))
+    },
+    **{"q_lora_rank": 16, "head_dim": 8, "n_group": 1, "topk_group": 1},
+}
+
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    "dots1": {name: _DEEPSEEK[name] for name in _DEEPSEEK if name.startswith(("n_", "num_key", "topk", "first"))},
+    **{name: {"rotary_dim": 4} for name in ("gptj", "codegen")},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16, "num_layers": 2, "num_heads": 4},
+    "gemma4_text": {
+        **{"vocab_size_per_layer_input": 2 * VOCAB_SIZE, "hidden_size_per_layer_input": 8},
+        **{"global_head_dim": 8, "num_kv_shared_layers": 0},
+    },
+    "dbrx": {
+        **{"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+"""What tiny models of a type need beside a Llama's sizes; the others have enough of these."""
+
 ATTENTION_LINEARS: dict[str, tuple[str, ...]] = {
     "GPT-2": ("c_attn",),
     "GPT-2, tied": ("c_attn",),
