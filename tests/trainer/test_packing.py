@@ -13,6 +13,7 @@ from torch import nn
 from trainer.data.stream import SequenceTable
 from trainer.data.token_cache import TokenCache
 from trainer.losses.token_loss import IGNORED_LABEL
+from trainer.models.attention import attach
 from trainer.models.build import build_model
 from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.families import FAMILIES, OWN_SIZES
@@ -140,6 +141,7 @@ def test_every_verified_model_type_keeps_documents_apart(model_type: str) -> Non
     config = AutoConfig.for_model(**TINY | OWN_SIZES.get(model_type, {}) | {"model_type": model_type})
     asked = {"experts_implementation": "eager", "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, **asked).double().eval()
+    attach(model)
     tokens = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(24).repeat(2, 1)
     positions[0, 7:], positions[1, 15:] = torch.arange(17), torch.arange(9)
@@ -156,3 +158,27 @@ def test_every_verified_model_type_keeps_documents_apart(model_type: str) -> Non
     scale = expected.abs().max()
     assert (logits(tokens, positions) - expected).abs().max() < 1e-5 * scale
     assert (logits(tokens) - expected).abs().max() > 1e-4 * scale, "the model doesn't look back at all"
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "gpt_oss"])
+def test_masks_that_are_made_without_positions_are_told_them(model_type: str) -> None:
+    """Fails at its end when transformers tells them itself: then `_UNTOLD_POSITIONS` can lose the type."""
+    config = AutoConfig.for_model(**TINY | OWN_SIZES.get(model_type, {}) | {"model_type": model_type})
+    asked = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **asked).eval()
+    tokens = torch.randint(3, VOCAB_SIZE, (1, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(7), torch.arange(17)])[None]
+    others = torch.cat([tokens[:, :7].flip(1), tokens[:, 7:]], dim=1)
+
+    @torch.no_grad()
+    def second(ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return found[:, 7:]
+
+    untold = (second(tokens) - second(others)).abs().max()
+    attach(model)
+    attach(model)  # as a second model of the process does
+    torch.testing.assert_close(second(tokens), second(others), rtol=1e-4, atol=1e-5)
+    whole = model(input_ids=tokens, use_cache=False).logits
+    assert not torch.equal(whole[:, 7:], second(tokens)), "what one call was told, the next must not know"
+    assert untold > 0.01, "transformers tells its masks the positions"

@@ -54,7 +54,7 @@ DOCUMENT_FAMILIES = frozenset(
         *("cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5"),
         *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text"),
         *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granitemoe"),
+        *("gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granitemoe"),
         *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax"),
         *("internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash"),
         *("mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral"),
@@ -66,8 +66,9 @@ DOCUMENT_FAMILIES = frozenset(
 """Model types that keep packed documents apart when position ids restart at each.
 
 transformers (5.23, masking_utils) finds documents in position ids and masks the others, in models that make their mask
-there and see other tokens in attention alone. A model that doesn't would silently read across documents (state-space,
-convolution and linear-attention layers carry text on whatever the mask says), so only those that were tried are let in:
+there (of two whose masks lack the ids trainer/models/attention.py tells them) and see other tokens in attention alone.
+A model that does not would silently read across documents (state-space, convolution and linear-attention layers carry
+text on whatever the mask says), so only those that were tried are let in:
 `tests/trainer/test_packing.py` compares each with its documents run one by one."""
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})

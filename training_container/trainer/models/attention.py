@@ -5,6 +5,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ MAX_HEAD_SIZE = 256
 _UNTOLD_WINDOWS = frozenset({"phimoe"})
 """Model types (transformers 5.17 and 5.23) whose mask has the configuration's window, and whose attention isn't told of
 it."""
+
+_UNTOLD_POSITIONS = frozenset({"afmoe", "gpt_oss"})
+"""Model types whose code (transformers 5.17 and 5.23) makes its masks without the position ids: packed documents would
+see each other."""
+
+_SINKS = frozenset({"gpt_oss"})
+"""Model types whose attention gives a share to no token, which torch's kernels don't."""
 
 _ALWAYS_MASKED = frozenset({"falcon"})
 """Model types whose code makes a mask where torch's kernels need none."""
@@ -210,7 +218,7 @@ def _model_obstacle(job: ResolvedJob, config: PretrainedConfig) -> str | None:
         return f"{config.model_type} caps attention's scores, which torch's kernel for it doesn't"
     if _hides_window(job, config):
         return f"{config.model_type} tells its window to the mask alone"
-    if not _supports(config, "flash_attn"):
+    if config.model_type in _SINKS or not _supports(config, "flash_attn"):
         return f"{config.model_type}'s attention is more than a causal mask"
     return None
 
@@ -480,11 +488,51 @@ class DocumentAttention:
         return output
 
 
+class MaskPositions:
+    """Tells position ids to masks that a model's own code makes without them (`_UNTOLD_POSITIONS`).
+
+    The functions that make masks are replaced in that model's module, where its code looks them up: what they are given
+    beside has the type of the hidden states there, under FSDP's types and under autocast.
+    """
+
+    def __init__(self) -> None:
+        self._positions: torch.Tensor | None = None
+
+    def attach(self, base: nn.Module) -> None:
+        """To the model below the head."""
+        module = sys.modules[type(base).__module__]
+        for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+            made = getattr(module, name)
+            if getattr(made, "tells", None) is not self:
+                setattr(module, name, self._telling(made))
+        base.register_forward_pre_hook(self._before, with_kwargs=True)
+        base.register_forward_hook(self._after, always_call=True)
+
+    def _telling(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(made)
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            return made(*args, **{"position_ids": self._positions, **kwargs})
+
+        telling.tells = self  # type: ignore[attr-defined]
+        return telling
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._positions = kwargs.get("position_ids")
+
+    def _after(self, *_: Any) -> None:
+        self._positions = None
+
+
+_MASK_POSITIONS = MaskPositions()
+
+
 def attach(model: PreTrainedModel) -> None:
-    """Puts a DocumentAttention in front of a model that was built with VARLEN (see `register`); in others `kernels_for`
-    around code that doesn't come by our `sdpa`."""
+    """Puts a DocumentAttention in front of a model that was built with VARLEN (see `register`), and position ids where
+    others' masks lack them; `kernels_for` around code that doesn't come by our `sdpa`."""
     if model.config._attn_implementation == VARLEN:
         model.base_model.register_forward_pre_hook(_ATTENTION.before_forward, with_kwargs=True)
+    elif model.config.model_type in _UNTOLD_POSITIONS:
+        _MASK_POSITIONS.attach(model.base_model)
     for module in model.modules():
         kind: Any = type(module)
         if _asks_torch_itself(kind):
