@@ -97,6 +97,13 @@ def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | N
     assert reckoned == pytest.approx(counted, rel=0.15)
 
 
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_autocast_has_nothing_to_cast_of_frozen_weights(adapter: str) -> None:
+    """They are narrow as they lie; casting each in every pass would be a twelfth of a large model's step."""
+    reckoned, counted = seconds(wide_job("llama", {"data_replicate": 8}, adapter, global_batch_size=32), 8)
+    assert reckoned == pytest.approx(counted, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("model_type", "masked", "plain"),
     [

@@ -116,9 +116,9 @@ class Unfused:
         layout = self.layout
         if layout.zero_stage == 3 and layout.shard_degree > 1 and layout.engine == "torch":
             each = SHARDED_BYTES
-        elif self._layers.is_autocast:
+        elif self._layers.is_autocast and layout.method == "full":
             each = CAST_BYTES
-        else:
+        else:  # frozen weights are narrow already
             return 0.0, 0.0
         # Frozen weights have no gradients.
         return each[0] * count, (each[1] if layout.method == "full" else each[0]) * count
