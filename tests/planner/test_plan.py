@@ -13,9 +13,9 @@ from trainyard.errors import InputError
 from trainyard.hardware import PriceBook, gpu, price
 from trainyard.launch.checks import warned_by_plan
 from trainyard.planner import Plan, plan, resolve
-from trainyard.planner.configurations import does_not_fit
+from trainyard.planner.configurations import does_not_fit, why_slower
 from trainyard.planner.render import above_limits, print_plan, usd_of
-from trainyard.planner.results import Configuration, figure
+from trainyard.planner.results import Configuration, TimePlan, figure
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -339,3 +339,21 @@ def test_what_costs_nothing_is_not_told_as_little() -> None:
 def test_of_an_unknown_machine_nothing_is_said_to_fit(job: MakeJob) -> None:
     here = plan(job(compute={"backend": "local", "instance_type": None, "instance_count": 1}))
     assert here.fits is None and "fits" not in here.chosen.verdict
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"forward": 1.0, "backward": 2.0, "bubble": 0.6}, "bubble takes 17% of a step"),
+        ({"forward": 1.2, "backward": 2.4, "bubble": 0.1}, "computing takes 20% longer"),
+        ({"forward": 1.0, "backward": 2.0, "recompute": 1.0}, "recompute takes 25% of a step"),
+        # Most of what it takes beside computing is the chosen one's too.
+        ({"forward": 1.1, "backward": 2.2, "data_communication": 0.5}, "computing takes 10% longer"),
+    ],
+)
+def test_what_makes_a_layout_slower_is_what_the_chosen_one_lacks(parts: dict[str, float], says: str) -> None:
+    def of(breakdown: dict[str, float]) -> TimePlan:
+        step = sum(breakdown.values())
+        return TimePlan.model_construct(step_seconds=step, breakdown_seconds=breakdown)
+
+    assert why_slower(of(parts), of({"forward": 1.0, "backward": 2.0, "data_communication": 0.45})) == says

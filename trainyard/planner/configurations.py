@@ -161,12 +161,24 @@ def verdict_of(item: Configuration, chosen: Configuration) -> str:
     if abs(ratio - 1) < SAME_SPEED:
         return "as fast by this estimate, with another split"
     if ratio >= 1:
-        return f"{ratio - 1:.0%} slower; {largest_loss(item.time)}"
+        return f"{ratio - 1:.0%} slower; {why_slower(item.time, chosen.time)}"
     return f"{1 - ratio:.0%} faster by this estimate; state it in parallelism to choose it"
 
 
-def largest_loss(time: TimePlan) -> str:
-    """What of a step is not computing, and most: "bubble takes 12% of a step"."""
-    losses = {name: value for name, value in time.breakdown_seconds.items() if name not in ("forward", "backward")}
-    name = max(losses, key=lambda part: losses[part])
-    return f"{name.replace('_', ' ')} takes {losses[name] / time.step_seconds:.0%} of a step"
+def why_slower(time: TimePlan, chosen: TimePlan) -> str:
+    """What takes most of the difference: "bubble takes 12% of a step", or the computing itself, the narrower products
+    of a smaller micro-batch say."""
+    ours, theirs = _parts(time), _parts(chosen)
+    name = max(ours, key=lambda part: ours[part] - theirs.get(part, 0.0))
+    if name == COMPUTING:
+        return f"{COMPUTING} takes {ours[name] / theirs[name] - 1:.0%} longer"
+    return f"{name.replace('_', ' ')} takes {ours[name] / time.step_seconds:.0%} of a step"
+
+
+COMPUTING = "computing"
+
+
+def _parts(time: TimePlan) -> dict[str, float]:
+    """Seconds of a step by what they go to; forward and backward are one."""
+    parts = dict(time.breakdown_seconds)
+    return {COMPUTING: parts.pop("forward", 0.0) + parts.pop("backward", 0.0), **parts}
