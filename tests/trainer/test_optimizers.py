@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import step_folder
 from trainer.checkpoint.reading import left_moments, mismatch, moment_kinds
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of, muon_groups
-from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
+from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, _dealt, orthogonalized
 from trainer.optimizers.momentum import Momentum
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
@@ -97,6 +97,35 @@ def test_every_layout_equals_one_process(one_rank: dict[str, Result], two_ranks:
     errors = {case: worst_relative_error(result, one_rank[case[0]]) for case, result in two_ranks.items()}
     print({case: f"{error:.0e}" for case, error in errors.items()})
     assert {case: error for case, error in errors.items() if error > TOLERANCES.get(case[0], 1e-5)} == {}
+
+
+@pytest.mark.slow
+def test_muon_deals_matrices_of_any_number_and_size_out(folder: Path) -> None:
+    """Rows that four ranks don't divide, fewer matrices of a shape than ranks, two axes: in float64 as one process."""
+    jobs = [MODEL | {"intermediate_size": 50, "num_hidden_layers": 3}, MODEL | {"num_hidden_layers": 1}]
+    layouts: dict[str, dict[str, int]] = {
+        **{"ddp": {}, "fsdp": {}, "hsdp": {"data_replicate": 2, "data_shard": 2}},
+        **{"tensor2-fsdp2": {"tensor": 2, "data_shard": 2}},
+    }
+    for model in jobs:
+        job = {"optimizer": {"kind": "muon"}, "precision": "fp64", "model": model}
+        (alone,) = run(1, [RunRequest("single", last_step=STEPS, job=job)])
+        several = [
+            RunRequest(name, last_step=STEPS, job=job | {"parallelism": layout}) for name, layout in layouts.items()
+        ]
+        for name, result in zip(layouts, run(4, several), strict=True):
+            assert worst_relative_error(result, alone) < 1e-12, (name, model)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "expected"), [(2, [[0, 2], [1, 4], [3, 5], [6]]), (1, [[n] for n in range(7)])]
+)
+def test_muon_deals_out_what_is_alike(num_replicas: int, expected: list[list[int]]) -> None:
+    """As many of one shape as there are ranks that have them; each parameter once, in an order that all ranks have."""
+    parameters = [torch.empty(shape) for shape in ((8, 4), (4, 4), (8, 4), (8, 4), (4, 4), (8, 4), (8, 4))]
+    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    dealt = _dealt(parameters, num_replicas, are_kernels=False)
+    assert [[places[id(each)] for each in alike] for alike in dealt] == expected
 
 
 def test_eight_bits_train_as_adamw_does() -> None:
@@ -374,7 +403,7 @@ def test_muon_knows_a_models_convolutions_and_leaves_those_of_sequences() -> Non
     [
         ("adamw", "AdamW (torch's fused kernel)"),
         ("adamw_8bit", "AdamW in 8 bits ("),
-        ("muon", "Muon (one matrix"),
+        ("muon", "Muon (matrices dealt out"),
         ("sgd", "SGD (torch's own)"),
     ],
 )

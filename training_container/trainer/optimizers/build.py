@@ -70,15 +70,27 @@ def build_adamw(model: nn.Module, job: ResolvedJob) -> torch.optim.AdamW:
     )
 
 
-def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer:
-    """The job's optimizer over `model`'s parameters (plain or DTensor), its state made: a load can read into it."""
+def build_optimizer(
+    model: nn.Module, job: ResolvedJob, *, replicas: dist.ProcessGroup | None = None
+) -> torch.optim.Optimizer:
+    """The job's optimizer over `model`'s parameters (plain or DTensor), its state made: a load can read into it.
+
+    `replicas`: the ranks that have the same plain parameters, and may share the work of an update.
+    """
     settings = job.spec.training.optimizer
     optimizer: torch.optim.Optimizer
     if settings.kind == "adafactor":
         optimizer = Adafactor(decay_groups(model, settings.weight_decay), lr=job.learning_rate)
     elif settings.kind == "muon":
         groups = muon_groups(model, settings.weight_decay)
-        optimizer = Muon(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
+        optimizer = Muon(
+            groups,
+            lr=job.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            replicas=replicas,
+            uses_tf32=job.spec.training.precision not in ("fp32", "fp64"),
+        )
     elif settings.kind == "adamw_8bit":
         groups = decay_groups(model, settings.weight_decay)
         optimizer = AdamW8bit(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
@@ -102,6 +114,8 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
         return f"AdamW in 8 bits ({optimizer.state_bytes()} bytes of averages on the first rank)"
     if isinstance(optimizer, Momentum):
         return "SGD (torch's own)"
+    if isinstance(optimizer, Muon):
+        return f"Muon (matrices dealt out to ranks{', in TF32 on a GPU' if optimizer.uses_tf32 else ''})"
     return f"{type(optimizer).__name__} (one matrix at a time)"
 
 

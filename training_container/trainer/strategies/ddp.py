@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,7 @@ class ReplicatedStrategy(TorchStrategy):
         self.name = "single" if runtime.world_size == 1 else "ddp"
         # DDP averages over ranks, and our loss is already divided by the global number of targets.
         self.gradient_scale = float(runtime.world_size)
+        self.replicas = dist.group.WORLD if runtime.world_size > 1 else None
         super().__init__(job=job, model=model, runtime=runtime)
         if self.name == "ddp":
             self._settle_buckets()

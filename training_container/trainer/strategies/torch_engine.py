@@ -45,6 +45,9 @@ class TorchStrategy(Strategy):
     shard_group: dist.ProcessGroup | None = None
     """The ranks over which one copy of the gradients is split; None: every rank has all."""
 
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that have the same plain parameters, for optimizers that share their work; None: each does all."""
+
     def __init__(self, *, job: ResolvedJob, model: nn.Module, runtime: Runtime) -> None:
         self.data_parallel_rank = runtime.rank
         self.data_parallel_size = job.parallelism.data_parallel_size
@@ -61,7 +64,7 @@ class TorchStrategy(Strategy):
         self._forward = self._wrap(self._model).train()
         for part in self._parts():
             install_loss_head(part, self._loss_plan)
-        self._optimizer = build_optimizer(self._model, job)
+        self._optimizer = build_optimizer(self._model, job, replicas=self.replicas)
         self._parameters = list(self._model.parameters())
         self._router_bias = RouterBias.of(self._parts(), getattr(model, "config", None), job, self._device)
         self.choices["optimizer"] = describe(self._optimizer)
