@@ -460,7 +460,12 @@ def test_a_place_it_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").write_text("")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for to, told in ((".", "can't be replaced"), ("../file", "is not empty"), ("../file/hf", "can't be written")):
+    said = {
+        ".": "can't be replaced",
+        "../file": "/file: is no folder",
+        "../file/a/hf": "/file is no folder; give a new",
+    }
+    for to, told in said.items():
         with pytest.raises(InputError, match=told):  # nothing is there to be read: it is refused before
             export(Export(str(tmp_path / "job"), Path(to)))
     assert not any((tmp_path / "here").iterdir())

@@ -20,7 +20,10 @@ def scratch_beside(to: Path) -> Iterator[Path]:
     """Scratch beside the folder `to`, gone afterwards; InputError where that can't be one, before anything is read."""
     try:
         to = to.resolve()
-        if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        there = next(place for place in (to, *to.parents) if place.exists())
+        if not there.is_dir():
+            raise InputError(f"--to {to}: {'' if there == to else f'{there} '}is no folder; give a new folder")
+        if there == to and any(to.iterdir()):
             raise InputError(f"--to {to}: is not empty; give a new folder")
         if to == Path.cwd():
             raise InputError(f"--to {to}: is the folder that this runs in, which can't be replaced; give a new folder")

@@ -288,9 +288,17 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
     record = place.store.read(job_id).record
-    return Where(
-        record.checkpoint_destination, place.s3, place.variables, record.spec.checkpoint.retention, beside_of(record)
-    )
+    rules = record.spec.checkpoint.retention
+    return Where(saved_at(record, place), place.s3, place.variables, rules, beside_of(record))
+
+
+def saved_at(record: "JobRecord", place: "Place") -> str:
+    """Where the job's checkpoints are now: its folder may have been moved since."""
+    from trainyard.launch.moved import moved_to
+    from trainyard.launch.record import FolderRecordStore
+
+    moved = moved_to(record, place.store.folder) if isinstance(place.store, FolderRecordStore) else None
+    return record.checkpoint_destination if moved is None else str(moved)
 
 
 def _is_folder(path: Path) -> bool:

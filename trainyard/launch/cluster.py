@@ -16,6 +16,7 @@ from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
 from trainyard.launch.launcher import launch_from_here, launch_on_machines, local_job
 from trainyard.launch.local_backend import trainer_environment
 from trainyard.launch.machines import IMAGE_PYTHON
+from trainyard.launch.moved import own_folder, refused_resume
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
 from trainyard.launch.slurm_backend import SlurmBackend
@@ -97,7 +98,12 @@ def tenant_backend(launcher: Account, contract: TenantContract) -> SlurmBackend:
 
 def here_backend(folder: Path) -> SlurmBackend:
     """The cluster that this machine can submit to."""
-    return SlurmBackend(HereShell(), here_places(folder), lambda record: here_directory(folder, record))
+    return SlurmBackend(
+        HereShell(),
+        here_places(folder),
+        lambda record: here_directory(folder, record),
+        lambda record: refused_resume(record, folder),
+    )
 
 
 def tenant_directory(record: JobRecord) -> str:
@@ -107,7 +113,7 @@ def tenant_directory(record: JobRecord) -> str:
 
 def here_directory(folder: Path, record: JobRecord) -> str:
     """The job's folder on the cluster that this machine submits to; `folder` holds this machine's records."""
-    return str(Path(record.resolved.spec.compute.slurm.directory or folder.resolve()) / record.job_id)
+    return str(own_folder(record, folder))
 
 
 def tenant_places(contract: TenantContract) -> Callable[[JobRecord], ClusterPlace]:

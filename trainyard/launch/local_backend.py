@@ -22,7 +22,7 @@ from typing import Any
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
-from trainyard.launch.checkpoint_files import FOLDER as CHECKPOINTS
+from trainyard.launch.moved import refused_resume
 from trainyard.launch.record import JobRecord, StateChange
 from trainyard.launch.session import checkout_root
 
@@ -58,20 +58,16 @@ class LocalBackend:
     def _refuse_moved(self, record: JobRecord) -> None:
         """InputError where the job's folder was moved with its checkpoints: at the place it knows it began anew. So did
         one whose place is said from the folder of its launch, as earlier trainyards noted it, in another."""
-        known, here = Path(record.checkpoint_destination), self._folder.absolute() / record.job_id
-        is_s3 = "://" in record.checkpoint_destination
-        if record.attempt.number > 1 and not (is_s3 or known.is_absolute() or known.exists()):
+        if record.attempt.number == 1:  # it has nothing to go on from
+            return
+        known = Path(record.checkpoint_destination)
+        if not ("://" in record.checkpoint_destination or known.is_absolute() or known.exists()):
             raise InputError(
                 f"job {record.job_id}: its checkpoint.destination {known} is a path from the folder where it was"
                 f" launched, and there is none in {Path.cwd()}: resume it from there; to begin anew: mkdir {known}"
             )
-        is_there = is_s3 or (known / CHECKPOINTS).exists()
-        if record.attempt.number > 1 and not is_there and (here / CHECKPOINTS).is_dir():
-            raise InputError(
-                f"job {record.job_id}: its checkpoints are in {here}, and its record says {known}: its folder was"
-                f" moved, and it would begin anew; move it back, or link it: mkdir -p {known.parent};"
-                f" ln -s {here} {known}"
-            )
+        for reason in refused_resume(record, self._folder):
+            raise InputError(f"job {record.job_id}: {reason}")
 
     def _start(self, record: JobRecord, directory: Path) -> None:
         (directory / "resolved_job.json").write_text(record.resolved.model_dump_json(indent=1), encoding="utf-8")

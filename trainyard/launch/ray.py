@@ -14,6 +14,7 @@ from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.launcher import launch_from_here, launch_on_machines, local_job
 from trainyard.launch.local_backend import trainer_environment
 from trainyard.launch.machines import IMAGE_PYTHON
+from trainyard.launch.moved import own_folder, refused_resume
 from trainyard.launch.ray_backend import RayBackend, RayPlace
 from trainyard.launch.ray_jobs import HttpJobServer, address_of
 from trainyard.launch.record import JobRecord
@@ -90,7 +91,11 @@ def tenant_backend(_: Account, contract: TenantContract) -> RayBackend:
 
 def here_backend(folder: Path) -> RayBackend:
     """The clusters that jobs of nobody's environment name; `folder` holds this machine's records."""
-    return RayBackend(HttpJobServer(), here_places(folder))
+    return RayBackend(
+        HttpJobServer(),
+        here_places(folder),
+        lambda record: refused_resume(record, folder),
+    )
 
 
 def tenant_places(contract: TenantContract) -> Callable[[JobRecord], RayPlace]:
@@ -119,9 +124,8 @@ def here_places(folder: Path) -> Callable[[JobRecord], RayPlace]:
         ray = record.resolved.spec.compute.ray
         # The checkout is not installed anywhere: who runs this interpreter must be told of it.
         path = trainer_environment()["PYTHONPATH"]
-        root = Path(ray.directory) if ray.directory else folder.resolve()
         return RayPlace(
-            directory=str(root / record.job_id),
+            directory=str(own_folder(record, folder)),
             python=ray.python or sys.executable,
             variables=() if ray.python else (("PYTHONPATH", path),),
         )

@@ -1,0 +1,93 @@
+"""A job whose folder was moved, with the checkout that it was launched from, most often: seen, and not begun anew."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_testing import job_content
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.launch.launcher import new_record, with_destination
+from trainyard.launch.moved import refused_resume
+from trainyard.launch.place import local_place
+from trainyard.launch.record import FolderRecordStore, JobRecord
+from trainyard.spec.backends import BackendName
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+
+JOB_ID = "local-tiny-20260131120000-1a2b"
+COMPUTE: dict[BackendName, dict[str, Any]] = {
+    "local": {"backend": "local"},
+    "slurm": {"backend": "slurm", "instance_type": "p5.48xlarge", "max_hours": 2},
+    "ray": {"backend": "ray", "instance_type": "p5.48xlarge", "ray": {"address": "http://127.0.0.1:9"}},
+}
+
+
+def record_at(backend: BackendName, destination: Path, compute: dict[str, Any]) -> JobRecord:
+    content = job_content() | {"tenant": None, "parallelism": "auto", "compute": COMPUTE[backend] | compute}
+    job = parse(JobSpec, content, "job")
+    return new_record(
+        job,
+        with_destination(job, str(destination), world_size=1 if backend == "local" else None),
+        job_id=JOB_ID,
+        backend=backend,
+        environment=None,
+        plan={},
+        image=None,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
+
+
+def saved(folder: Path) -> None:
+    """A checkpoint that can be listed, and is not whole."""
+    (folder / "checkpoints/step-00000005").mkdir(parents=True)
+    (folder / "checkpoints/step-00000005/COMMITTED").write_text("{}")
+
+
+def told(record: JobRecord) -> str:
+    """What whoever starts that attempt is told; where nothing is wrong with the job itself, no cluster answers here."""
+    try:
+        local_place().backend.check(record)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("inside", ["", "ck/kept"])
+@pytest.mark.parametrize("backend", ["local", "slurm", "ray"])
+def test_it_is_seen_and_not_begun_anew(
+    backend: BackendName,
+    inside: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, now = tmp_path / "before", tmp_path / "now there"
+    known = before / "jobs" / JOB_ID / inside
+    record = record_at(backend, known, {})
+    FolderRecordStore(before / "jobs").create(record)
+    saved(known)
+    before.rename(now)
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(now))
+    assert run(["checkpoints", JOB_ID, "--json"]) == 0
+    (seen,) = json.loads(capsys.readouterr().out)
+    assert (seen["step"], seen["uri"]) == (5, f"{now / 'jobs' / JOB_ID / inside}/checkpoints/step-00000005/")
+    moved = f"its checkpoints are in {now / 'jobs' / JOB_ID / inside}, and its record says {known}"
+    assert moved in told(record.with_next_attempt())
+    assert moved not in told(record), "the first attempt has nothing to go on from"
+    before.symlink_to(now)
+    assert moved not in told(record.with_next_attempt())
+
+
+def test_it_is_found_where_its_clusters_folder_was_moved_and_is_named_anew(tmp_path: Path) -> None:
+    record = record_at("slurm", tmp_path / "shared" / JOB_ID, {"slurm": {"directory": str(tmp_path / "shared")}})
+    saved(tmp_path / "shared" / JOB_ID)
+    assert refused_resume(record.with_next_attempt(), tmp_path / "jobs") == []
+    (tmp_path / "shared").rename(tmp_path / "lustre")
+    revised = record_at("slurm", tmp_path / "shared" / JOB_ID, {"slurm": {"directory": str(tmp_path / "lustre")}})
+    (reason,) = refused_resume(revised.with_next_attempt(), tmp_path / "jobs")
+    assert f"its checkpoints are in {tmp_path}/lustre/{JOB_ID}, and its record says {tmp_path}/shared" in reason
