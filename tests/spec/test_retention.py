@@ -31,6 +31,14 @@ def test_the_union_of_the_rules_stays(rules: Retention, kept: set[int]) -> None:
     assert rules.kept(SAVED) == kept
 
 
+def test_values_over_other_samples_say_nothing_of_each_other() -> None:
+    rules, values = Retention(1, keep_best=BestSpec()), {1: 0.1, 2: 0.2, 3: 0.9, 4: 0.8, 5: 0.7, 6: 0.95}
+    samples: dict[int, str | None] = {1: "few", 2: "few", 3: "many", 4: "many", 5: "many", 6: "many"}
+    assert rules.kept(values, samples) == {1, 5, 6}
+    assert rules.kept(values, samples | {5: None}) == {1, 5, 6}, "5 may be of those of 4, and is better"
+    assert rules.kept(values, dict.fromkeys(values)) == rules.kept(values) == {1, 6}
+
+
 @pytest.mark.parametrize("at", range(1, 6))
 def test_what_is_no_number_takes_no_place_of_the_best(at: int) -> None:
     """Wherever it stands: a sort has no order with it, and ended with it first."""
@@ -60,6 +68,9 @@ def test_values_come_from_what_was_saved() -> None:
     assert flat_metrics(row) == {"loss": 2.0, "validation_sets.code.loss": 1.5}
     rules = Retention(1, keep_best=BestSpec(metric="validation_sets.code.loss"))
     assert rules.value_of({"metrics": flat_metrics(row)}) == 1.5
+    assert rules.samples_of({"validated_on": {"": "4 of a", "code": "8 of b"}}) == "8 of b"
+    assert Retention(1, keep_best=BestSpec(metric="loss")).samples_of({"validated_on": {"": "4 of a"}}) is None
+    assert rules.samples_of({}) is None and rules.samples_of({"validated_on": ["odd"]}) is None
     assert rules.value_of({}) is None and Retention(1).value_of({"metrics": {"loss": 1}}) is None
 
 

@@ -15,9 +15,10 @@ from trainer_testing.distributed import finish
 from trainer_testing.text_job import read_until, run_trainer, start_trainer, write_job
 
 from trainyard.errors import InputError
+from trainyard.launch import checkpoints
 from trainyard.planner.resolve import resolve
 from trainyard.spec.job import CheckpointSpec, load_job
-from trainyard.spec.retention import BestSpec
+from trainyard.spec.retention import BestSpec, Retention
 
 
 def expected_seconds_per_useful_second(interval: float, stall: float, between: float) -> float:
@@ -106,7 +107,8 @@ def test_a_validated_step_that_is_the_best_so_far_is_saved_and_stays(tmp_path: P
 def measuring(metric: str, *, failed_elsewhere: set[int], mode: Literal["min", "max"] = "min") -> Session:
     """A session that measures; saves of `failed_elsewhere` fail on another rank."""
     session: Any = Session.__new__(Session)
-    checkpoint = SimpleNamespace(keep_best=BestSpec(metric=metric, mode=mode))
+    checkpoint = CheckpointSpec(keep_best=BestSpec(metric=metric, mode=mode))
+    session._validation = SimpleNamespace(samples={"": "4 of a", "code": "8 of b"})
     session._job = SimpleNamespace(spec=SimpleNamespace(checkpoint=checkpoint))
     session._bests = []
 
@@ -178,6 +180,53 @@ def test_a_resume_for_another_metric_is_not_held_against_the_best_of_the_one_bef
     session._measured = {"loss": 2.0, "validation_loss": 3.0, "validation_perplexity": 20.0}
     extra = {"best": 1.0 if says else None} | ({} if says == "nothing" else {"best_of": says})
     assert session._bests_of(extra, 8) == ([] if best is None else [(8, best)])
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "is_known"),
+    [
+        ("validation_loss", {"": "4 of a", "code": "9 of b"}, True),
+        ("validation_loss", {"": "5 of a"}, False),
+        ("validation_perplexity", {"": "5 of a"}, False),
+        ("validation_sets.code.loss", {"": "4 of a", "code": "9 of b"}, False),
+        ("validation_sets.code.loss", {"": "5 of a", "code": "8 of b"}, True),
+        ("loss", {"": "5 of a"}, True),
+        ("validation_loss", None, True),
+    ],
+)
+def test_a_resume_that_validates_on_other_samples_is_not_held_against_the_best_over_those_before(
+    metric: str, before: dict[str, str] | None, is_known: bool
+) -> None:
+    session = measuring(metric, failed_elsewhere=set())
+    session._measured = {"validation_loss": 3.0}
+    said = {} if before is None else {"validated_on": before}
+    extra = {"best": 1.0, "best_of": [metric, "min"]} | said
+    assert session._bests_of(extra, 8) == ([(8, 1.0)] if is_known else [])
+
+
+def test_a_resume_that_validates_on_more_keeps_the_best_over_these_and_over_those(tmp_path: Path) -> None:
+    """Over the harder samples no loss is as low as over the few before: no step would be the best again."""
+    settings = ["checkpoint.every_steps=null", "checkpoint.every_minutes=null", "checkpoint.keep_last=1"]
+    settings.append("checkpoint.keep_best.metric=validation_loss")
+
+    def run(steps: int, batches: int) -> tuple[list[str], list[str], dict[str, Any]]:
+        job = write_job(tmp_path, "single", steps=steps, validation_every_steps=2, validation_batches=batches)
+        easy = (tmp_path / "train.txt").read_text()[:1000]
+        (tmp_path / "validation.txt").write_text(easy + "".join(chr(33 + 7 * at % 90) for at in range(6000)))
+        output, _ = run_trainer(1, job, tmp_path / "out", *(word for value in settings for word in ("--set", value)))
+        saved = re.findall(r"^checkpoint step=(\d+) committed", output, re.MULTILINE)
+        left = sorted((tmp_path / "out/checkpoints").glob("step-*"))
+        extra = json.loads((left[-1] / "manifest.json").read_text())["extra"]
+        return saved, [str(int(path.name[5:])) for path in left], extra
+
+    _, _, few = run(8, 1)
+    saved, left, many = run(14, 64)
+    assert few["best"] < many["best"], "as the test means it"
+    assert few["validated_on"][""].split()[0] == "8" and few["validated_on"][""] != many["validated_on"][""]
+    assert saved[0] == "10" and {"8", "14"} <= set(left)
+    assert (
+        checkpoints.prune(str(tmp_path / "out"), None, rules=Retention(1, None, BestSpec()), dry_run=True).removed == ()
+    )
 
 
 def test_a_resume_for_another_metric_saves_its_best_steps(tmp_path: Path) -> None:

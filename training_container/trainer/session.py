@@ -45,7 +45,7 @@ from trainer.validation import Validation
 from trainyard.errors import InputError, JobFailedError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.meters import LIVE
-from trainyard.spec.retention import flat_metrics
+from trainyard.spec.retention import flat_metrics, set_of
 
 RESULT_FILE = "result.json"
 _RESUMED_FROM = ("engine", "data", "rng", "world_size")
@@ -466,7 +466,7 @@ class Session:
             self._group.from_first(lambda: self._metrics.complete(self.step, row))
             self._measure({**self._measured, **row})
             # The debt stays in it: until the next save the row is on this machine alone.
-            self._checkpointer.complete(self.step, {"metrics": self._measured, "best": self._best})
+            self._checkpointer.complete(self.step, self._measures())
         return True
 
     def _validated(self, due: Sequence[ValidationSet]) -> dict[str, Any]:
@@ -536,13 +536,24 @@ class Session:
         best = self._job.spec.checkpoint.keep_best
         return None if best is None else [best.metric, best.mode]
 
+    def _measures(self) -> dict[str, Any]:
+        """What a checkpoint says of its step's metrics, and of the best so far."""
+        samples = self._validation.samples
+        return {"metrics": self._measured, "validated_on": samples, "best": self._best, "best_of": self._best_of}
+
     def _bests_of(self, extra: dict[str, Any], step: int) -> list[tuple[int, float]]:
         """The best so far as the checkpoint of `step` knows it. A resume may ask for another metric, or the other end
-        of it: what was best is nothing then that a value could surpass, and only the checkpoint's own step is known."""
+        of it: what was best is nothing then that a value could surpass, and only the checkpoint's own step is known.
+        Where it validates on other samples, nothing is."""
         value, asked = extra.get("best"), self._best_of
-        if asked is not None and extra.get("best_of", asked) != asked:  # the first trainers say none
+        if asked is None:
+            return []
+        before = self._job.spec.checkpoint.retention.samples_of(extra)
+        if before not in (None, self._validation.samples.get(set_of(asked[0]) or "")):
+            return []
+        if extra.get("best_of", asked) != asked:  # the first trainers say none
             value = self._measured.get(asked[0])
-        return [] if value is None or asked is None else [(step, value)]
+        return [] if value is None else [(step, value)]
 
     def _measure(self, row: dict[str, Any]) -> None:
         """Notes what keep_best looks at, alike on all ranks: a validated step that is the best so far is saved."""
@@ -618,9 +629,7 @@ class Session:
             "base": self._base,
             "owes_validation": self._validation.was_broken_off,
             **self._provenance,
-            "metrics": self._measured,
-            "best": self._best,
-            "best_of": self._best_of,
+            **self._measures(),
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
         attachments = {}

@@ -36,6 +36,8 @@ class Validation:
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
         own = [] if data.validation is None else [ValidationSet(None, data.validation, every_steps=None)]
         self._sets = [*own, *data.named_validation]
+        self.samples = {one.name or "": one.stream.samples for one in self._sets}
+        """Set -> what it is validated on, as a checkpoint says it; the one without a name is ""."""
         self._default_every = job.spec.training.validation_every_steps
         self.was_broken_off = False
         """The last one was: who resumes the step makes up for it."""

@@ -282,7 +282,8 @@ def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Prun
         if not found:
             return Pruning((), (), 0)
         raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
-    kept_steps = rules.kept({checkpoint.step: rules.value_of(checkpoint.extra) for checkpoint in good})
+    values = {one.step: rules.value_of(one.extra) for one in good}
+    kept_steps = rules.kept(values, {one.step: rules.samples_of(one.extra) for one in good})
     older = [one for one in found if one.step < good[-1].step and one.is_readable]
     expired = [one for one in older if one.step not in kept_steps]
     files, kept_folders = open_files(destination, s3), [_step_folder(one.step) for one in found if one not in expired]

@@ -39,8 +39,12 @@ class Retention:
     keep_every_steps: int | None = None
     keep_best: BestSpec | None = None
 
-    def kept(self, saved: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay of the good ones: step -> its value of keep_best's metric, where it has one."""
+    def kept(self, saved: Mapping[int, float | None], samples: Mapping[int, str | None] | None = None) -> set[int]:
+        """The steps that stay of the good ones: step -> its value of keep_best's metric, where it has one.
+
+        `samples`: step -> what that value was measured on, where its checkpoint says so. Values over other samples say
+        nothing of each other: the best of each stay.
+        """
         steps = sorted(saved)
         kept = set(steps[-self.keep_last :])
         if self.keep_every_steps is not None:
@@ -49,9 +53,20 @@ class Retention:
             sign = 1 if self.keep_best.mode == "min" else -1
             # What is no number is neither more nor less than any: among the others it would keep them from their order.
             numbers = {step: value for step, value in saved.items() if value is not None and not math.isnan(value)}
-            best = sorted((sign * value, step) for step, value in numbers.items())
-            kept |= {step for _, step in best[: self.keep_best.num]}
+            of = {step: (samples or {}).get(step) for step in numbers}
+            for one in {*of.values()}:
+                # What doesn't say it, an earlier trainer's, may be of these as well.
+                best = sorted((sign * value, step) for step, value in numbers.items() if of[step] in (one, None))
+                kept |= {step for _, step in best[: self.keep_best.num]}
         return kept
+
+    def samples_of(self, extra: Mapping[str, Any]) -> str | None:
+        """On what a checkpoint's value of keep_best's metric was measured; None where it doesn't say."""
+        validated_on = extra.get("validated_on")
+        if self.keep_best is None or not isinstance(validated_on, Mapping):
+            return None
+        found = validated_on.get(set_of(self.keep_best.metric))
+        return found if isinstance(found, str) else None
 
     def value_of(self, extra: Mapping[str, Any]) -> float | None:
         """What a checkpoint saved as keep_best's metric; None where it has none, or what is none."""
@@ -63,6 +78,14 @@ class Retention:
             return float(value) if isinstance(value, int | float) else None
         except OverflowError:  # JSON has numbers of any length
             return None
+
+
+def set_of(metric: str) -> str | None:
+    """Which validation set measures it, as `validated_on` in a checkpoint names that: "" is the one without a name.
+    None: it is of training."""
+    if metric == "loss":
+        return None
+    return metric.split(".")[1] if metric.startswith("validation_sets.") else ""
 
 
 def flat_metrics(row: Mapping[str, Any]) -> dict[str, float]:

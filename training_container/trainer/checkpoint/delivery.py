@@ -182,7 +182,9 @@ class Delivery:
         good, unknown = self._good({step: there[step] for step in older - self._bad_steps}, is_committed=is_committed)
         is_valued = self._retention.keep_best is not None and is_committed
         # `newest` is one of those kept. What is not good is of no use to anyone: an interrupted or a corrupt one.
-        kept = self._retention.kept({**good, newest: self._look(newest).value if is_valued else None}) | unknown
+        values = {**good, newest: self._look(newest).value if is_valued else None}
+        samples = {step: look.samples for step, look in self._looked_at.items()}
+        kept = self._retention.kept(values, samples) | unknown
         if not is_committed and good:
             kept.add(max(good))
         for step in sorted(older - kept):
@@ -237,7 +239,7 @@ class Delivery:
 
     def _look_of(self, manifest: Manifest) -> "_Look":
         sizes = {file.name: file.num_bytes for file in manifest.files}
-        return _Look(sizes, self._retention.value_of(manifest.extra))
+        return _Look(sizes, self._retention.value_of(manifest.extra), self._retention.samples_of(manifest.extra))
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class _Look:
     """Of its files; None: its marker and manifest promise nothing of this step."""
     value: float | None = None
     """Of keep_best's metric."""
+    samples: str | None = None
+    """What that was measured on, where the checkpoint says so."""
     is_unknown: bool = False
     """It can't be read now, or not by this trainer: neither counted on nor removed."""
 

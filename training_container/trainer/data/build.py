@@ -110,7 +110,8 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         field = "validation" if name is None else f"validation ({name})"
         caches[field] = sets.open(sources, field)
         max_steps = sources[0].batches or spec.training.validation_batches
-        of_name = ValidationStream(_table(caches[field], field, spec.data), max_steps=max_steps, **place)
+        table, digest = _table(caches[field], field, spec.data), caches[field].digest
+        of_name = ValidationStream(table, max_steps=max_steps, dataset_digest=digest, **place)
         validation[name] = ValidationSet(name, of_name, sources[0].every_steps)
     own = validation.pop(None, None)
     return TextData(

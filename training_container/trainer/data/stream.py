@@ -10,6 +10,7 @@ others used too: sequences of 1,024 to 8,192, with document masks), the session 
 the step before, and on a CPU a thread would take the core that computes. Only what lies in S3 is fetched ahead.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -408,6 +409,7 @@ class ValidationStream:
         data_parallel_rank: int,
         data_parallel_size: int,
         max_steps: int,
+        dataset_digest: str,
     ) -> None:
         self._table = table
         self._blocks = _RankBlocks(
@@ -418,6 +420,9 @@ class ValidationStream:
         )
         self.num_steps = min(max_steps, -(-len(table) // global_batch_size))
         """Global batches of one validation."""
+        digest = hashlib.sha256(dataset_digest.encode()).hexdigest()[:16]
+        self.samples = f"{min(self.num_steps * global_batch_size, len(table))} of {digest}"
+        """What is validated on: values over the same may be compared."""
         self._step = 0
 
     def reset(self) -> None:

@@ -178,11 +178,11 @@ def image_data(
     tables = [train]
     validation: dict[str | None, ValidationSet] = {}
     for name, sources in sources_by_name(spec.data.validation).items():
-        tables.append(make_table(sources, "data.validation" + (f" ({name})" if name else ""), False))
+        table = make_table(sources, "data.validation" + (f" ({name})" if name else ""), False)
+        tables.append(table)
         max_steps = sources[0].batches or spec.training.validation_batches
-        validation[name] = ValidationSet(
-            name, SampleValidation(tables[-1], max_steps=max_steps, **place), sources[0].every_steps
-        )
+        of_name = SampleValidation(table, max_steps=max_steps, dataset_digest=table.digest, **place)
+        validation[name] = ValidationSet(name, of_name, sources[0].every_steps)
     own = validation.pop(None, None)
     for table in tables:
         table.check_first()
