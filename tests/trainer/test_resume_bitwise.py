@@ -151,3 +151,25 @@ def test_a_start_that_ends_while_it_takes_over_leaves_the_next_one_to_take_all(t
     assert session._bring_records()
     assert all((here / path.name).read_bytes() == path.read_bytes() for path in there.iterdir())
     assert not list(here.glob("*.fetched"))
+
+
+def test_a_destination_that_went_is_not_begun_anew_until_somebody_says_so(tmp_path: Path) -> None:
+    """The disk that it lies on isn't mounted, or its folder was moved: all was trained again, on another disk."""
+    job, saved = write_job(tmp_path, "single", steps=4), tmp_path / "disk/saved"
+    there = ("--set", f"checkpoint.destination={saved}")
+    run_trainer(1, job, tmp_path / "out", *there)
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    job = write_job(tmp_path, "single", steps=8)
+    said, rows = run_trainer(1, job, tmp_path / "out", *there, expected_code=2)
+    assert f"checkpoint.destination {saved}: an earlier start of this job saved there, and it is gone: mount" in said
+    assert "Traceback" not in said and len(rows) == 4 and not (tmp_path / "disk").exists()
+    elsewhere, _ = run_trainer(1, job, tmp_path / "out", "--set", f"checkpoint.destination={tmp_path}/other")
+    told = "has no checkpoint, and an earlier start came to step {}: all begins anew"
+    assert told.format(4) in elsewhere, "as the job says to save elsewhere"
+    (tmp_path / "other").rename(tmp_path / "other before")
+    (tmp_path / "other").mkdir()
+    anew, _ = run_trainer(1, job, tmp_path / "out", "--set", f"checkpoint.destination={tmp_path}/other")
+    assert told.format(8) in anew, "as somebody has made the folder"
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    resumed, _ = run_trainer(1, job, tmp_path / "out", *there)
+    assert "resumed step=4 " in resumed and "begins anew" not in resumed

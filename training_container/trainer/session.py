@@ -29,7 +29,7 @@ from trainer.observe.away import launch_of
 from trainer.observe.exposition import Exposition
 from trainer.observe.goodput import GOODPUT_FILE, GoodputLog, process_seconds
 from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
-from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, attempts_in, replace_all
+from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, attempts_in, replace_all, saved_to
 from trainer.observe.observer import Observer
 from trainer.observe.step_clock import StepClock
 from trainer.observe.throughput import Expected
@@ -90,7 +90,7 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         process_group=runtime.control_group,
         patience_seconds=60 * job.spec.recovery.start_minutes,
     )
-    checkpointer.claim(claimant_of(os.environ))
+    checkpointer.claim(claimant_of(os.environ), was_there=saved_to(output_dir) == checkpointer.uri)
     return checkpointer
 
 
@@ -244,7 +244,7 @@ class Session:
             del self.strategy
             gc.collect()  # hooks and models refer to each other
             self.strategy = self._made_engine()
-        attempt = self._group.from_first(lambda: self._begin_attempt(began))
+        attempt = self._group.from_first(lambda: self._begin_attempt(began, is_anew=info is None))
         self._left_out.read()
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
@@ -257,16 +257,19 @@ class Session:
                 say(difference)
         return attempt
 
-    def _begin_attempt(self, began: float) -> int:
+    def _begin_attempt(self, began: float, *, is_anew: bool) -> int:
         """Brings the metrics to where the checkpoint stands; a fresh machine gets them from beside the checkpoints.
 
-        `began`: when the search for a checkpoint did (perf_counter).
+        `began`: when the search for a checkpoint did (perf_counter). `is_anew`: it found none.
         """
         written_at = self._metrics.written_at()
         if self._bring_records():
             written_at = None  # by a start that others followed
         rows = self._metrics.rows()
-        attempt = self._metrics.begin_attempt(resumed_step=self.step, rows=rows)
+        if rows and is_anew:
+            reached, where = rows[-1]["step"], self._checkpointer.uri
+            say(f"warning: {where} has no checkpoint, and an earlier start came to step {reached}: all begins anew")
+        attempt = self._metrics.begin_attempt(resumed_step=self.step, rows=rows, destination=self._checkpointer.uri)
         seconds = {
             "process": self._process_seconds,
             "rendezvous": self._runtime.rendezvous_seconds,

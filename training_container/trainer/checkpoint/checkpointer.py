@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shlex
 import shutil
 import socket
 import time
@@ -186,17 +187,23 @@ class Checkpointer:
         """The destination, as given."""
         return self._destination.uri
 
-    def claim(self, claimant: Claimant) -> None:
+    def claim(self, claimant: Claimant, *, was_there: bool = False) -> None:
         """Have the destination for this job alone, until close(), and a folder made. Of a bucket nobody can say.
 
         The first rank does it, and all hear of what it raises: InputError where it can be no folder, and see Claim for
-        where somebody else saves there.
+        where somebody else saves there. `was_there`: an earlier start saved there, so that a folder which isn't there
+        now is on a disk that isn't mounted, or was moved: InputError; made anew, it would be one without checkpoints.
         """
         folder = self._destination.folder("")
         if folder is None:
             return
 
         def take() -> None:
+            if was_there and not os.path.lexists(folder):
+                raise InputError(
+                    f"checkpoint.destination {folder}: an earlier start of this job saved there, and it is gone:"
+                    f" mount its disk, or bring it back; to begin anew: mkdir -p {shlex.quote(str(folder))}"
+                )
             _make_folder(folder)
             self._claim = Claim(folder, claimant=claimant, report=self._report)
 

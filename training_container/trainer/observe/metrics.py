@@ -119,16 +119,18 @@ class MetricsLog:
         lines = self._text().splitlines()
         return _rows_in(lines[-num_rows - 1 :])[-num_rows:]  # one more: a kill may have broken the last
 
-    def begin_attempt(self, *, resumed_step: int, rows: Sequence[dict[str, Any]] | None = None) -> int:
+    def begin_attempt(
+        self, *, resumed_step: int, rows: Sequence[dict[str, Any]] | None = None, destination: str = ""
+    ) -> int:
         """Drops rows past the checkpoint and returns this attempt's number, one more than any seen before.
 
-        `rows`: those of `rows()`, where the caller has them.
+        `rows`: those of `rows()`, where the caller has them. `destination`: where it saves; see `saved_to`.
         """
         rows = self.rows() if rows is None else rows
         attempt = self.num_attempts(rows) + 1
         self.drop_after(resumed_step, rows)
         # Where there is no room for it, the rows still tell of every attempt that made one.
-        replace_all(self.attempts_path, json.dumps({"attempts": attempt}) + "\n")
+        replace_all(self.attempts_path, json.dumps({"attempts": attempt, "destination": destination}) + "\n")
         return attempt
 
     def num_attempts(self, rows: Sequence[dict[str, Any]] | None = None) -> int:
@@ -208,6 +210,13 @@ def attempts_in(content: bytes) -> int:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         return int(json.loads(content)["attempts"])
     return 0
+
+
+def saved_to(folder: Path) -> str | None:
+    """Where the newest attempt whose records are here saves; None where there is none, or it doesn't say."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((folder / ATTEMPTS_FILE).read_bytes())["destination"]) or None
+    return None
 
 
 def _rows_in(lines: Sequence[str]) -> list[dict[str, Any]]:
