@@ -1,5 +1,7 @@
 """`trainyard resume --set`: other machines, the same batch; what would be another run is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from trainyard.errors import InputError
@@ -58,12 +60,28 @@ def test_a_layout_that_does_not_fit_the_machines_is_refused(job: JobSpec, resolv
         revised(record_of(job, resolved), [], 3)
 
 
-def test_on_this_machine_the_layout_or_processes_says_how_many(job: JobSpec, resolved: ResolvedJob) -> None:
+def local_record(job: JobSpec, resolved: ResolvedJob) -> JobRecord:
     machine = {"backend": "local", "instance_type": None, "instance_count": 1, "spot": False, "max_wait_hours": None}
     local = resolved.spec.compute.model_copy(update=machine)
     here = job.model_copy(update={"compute": local})
     there = resolved.model_copy(update={"spec": resolved.spec.model_copy(update={"compute": local})})
-    record = record_of(here, there, backend="local")
+    return record_of(here, there, backend="local")
+
+
+def test_a_hosts_own_disk_is_a_path_from_where_it_was_set(
+    job: JobSpec, resolved: ResolvedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was one from wherever a start ran: the next from another folder did not see what this one's host kept."""
+    monkeypatch.chdir(tmp_path)
+    after = revised(local_record(job, resolved), ["checkpoint.local_directory=nvme"], None)
+    assert after.spec.checkpoint.local_directory == "nvme", "as it was written"
+    assert after.resolved.spec.checkpoint.local_directory == str(tmp_path / "nvme")
+    away = revised(record_of(job, resolved), ["checkpoint.local_directory=nvme"], None)
+    assert away.resolved.spec.checkpoint.local_directory == "nvme", "of the hosts that it has there"
+
+
+def test_on_this_machine_the_layout_or_processes_says_how_many(job: JobSpec, resolved: ResolvedJob) -> None:
+    record = local_record(job, resolved)
     assert revised(record, ["parallelism=auto"], 4).resolved.world_size == 4
     assert revised(record, ["parallelism.data_replicate=4"], None).resolved.world_size == 4
     assert revised(record, ["checkpoint.keep_last=9"], None).resolved.world_size == 2

@@ -10,7 +10,7 @@ from typing import Any
 from trainyard import planner
 from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION
-from trainyard.launch.launcher import planned, refuse_or_force
+from trainyard.launch.launcher import planned, refuse_or_force, saving_here
 from trainyard.launch.record import JobRecord
 from trainyard.planner.elastic import smaller
 from trainyard.spec.base import apply_overrides, parse
@@ -61,6 +61,7 @@ def revised(
     spec, absolute = (parse(JobSpec, _with_overrides(given, overrides, both), where) for given in both)
     if record.backend == "local":
         _check_same_machine(record.spec, spec)
+        absolute = saving_here(absolute)  # what was set just now is from where it was set
         # Compute says nothing about this machine: as many as before, unless a stated layout asks for its own.
         stated = None if absolute.parallelism == "auto" else absolute.parallelism.world_size
         num_processes = num_processes or stated or record.resolved.world_size

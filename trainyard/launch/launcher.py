@@ -123,7 +123,7 @@ def launch_here(
         folder,
         "local",
         LocalBackend(folder),
-        sent=_saving_here(local_job(job)),
+        sent=saving_here(local_job(job)),
         num_processes=num_processes,
         force=force,
         say=say,
@@ -243,7 +243,7 @@ def local_job(job: JobSpec) -> JobSpec:
     return job.model_copy(update={"data": data, "model": model, "images": images})
 
 
-def _saving_here(job: JobSpec) -> JobSpec:
+def saving_here(job: JobSpec) -> JobSpec:
     """`job` with absolute paths of what it saves on this machine: a resume from another folder would look for its
     checkpoints there, find none, and begin anew."""
     places = {name: _absolute(getattr(job.checkpoint, name)) for name in ("destination", "local_directory")}
