@@ -1,6 +1,7 @@
-"""A job whose folder was moved, with the checkout that it was launched from, most often: seen, and not begun anew."""
+"""A job whose folder was moved or copied, with the checkout that it was launched from, most often."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,28 @@ def test_it_is_seen_and_not_begun_anew(
     assert moved not in told(record), "the first attempt has nothing to go on from"
     before.symlink_to(now)
     assert moved not in told(record.with_next_attempt())
+    assert "was copied" not in told(record.with_next_attempt())
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "ray"])
+def test_a_copy_of_its_folder_does_not_go_on_in_the_first_ones_place(
+    backend: BackendName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may run there: its copy's resume was taken for a start of the same job, and both wrote to one place."""
+    known = tmp_path / "first/jobs" / JOB_ID
+    record = record_at(backend, known, {}).with_next_attempt()
+    FolderRecordStore(tmp_path / "first/jobs").create(record)
+    saved(known)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "copy"))
+    copied = "its folder was copied, and both would save to one place; resume it from where it was, or launch a job"
+    assert f"{known} by its record, and there are some in {tmp_path}/copy/jobs/{JOB_ID} too: {copied}" in told(record)
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "first"))
+    assert copied not in told(record)
+    kept = record_at(backend, tmp_path / "kept", {}).with_next_attempt()
+    saved(tmp_path / "kept")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "copy"))
+    assert copied not in told(kept), "a stated place is the job's wherever its records are"
 
 
 def test_it_is_found_where_its_clusters_folder_was_moved_and_is_named_anew(tmp_path: Path) -> None:

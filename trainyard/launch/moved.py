@@ -1,4 +1,5 @@
-"""A job of this machine's records whose folder was moved: at the place that its record knows it would begin anew."""
+"""A job of this machine's records whose folder was moved, or copied: at the place that its record knows it would begin
+anew, or go on beside the one that it was copied from."""
 
 import shlex
 from pathlib import Path
@@ -17,24 +18,38 @@ def own_folder(record: JobRecord, folder: Path) -> Path:
 def moved_to(record: JobRecord, folder: Path) -> Path | None:
     """What is the job's destination now, where its folder was moved with its checkpoints; None where they are in place,
     or on S3, or nobody knows."""
-    if "://" in record.checkpoint_destination:
-        return None
-    known, own = Path(record.checkpoint_destination), own_folder(record, folder)
-    parts = known.parts
-    # A stated one may be in a folder of the job's own folder.
-    inside = parts[parts.index(record.job_id) + 1 :] if record.job_id in parts else ()
-    now = own.joinpath(*inside)
-    return now if (now / CHECKPOINTS).is_dir() and not (known / CHECKPOINTS).exists() else None
+    now = _saved_here(record, folder)
+    return None if now is None or (Path(record.checkpoint_destination) / CHECKPOINTS).exists() else now
 
 
 def refused_resume(record: JobRecord, folder: Path) -> list[str]:
-    """Why the newest attempt may not go on: its folder was moved. Of the first, which goes on from nothing, nothing."""
-    now = moved_to(record, folder) if record.attempt.number > 1 else None
+    """Why the newest attempt may not go on: its folder was moved, or is a copy. Of the first, which goes on from
+    nothing, nothing."""
+    now = _saved_here(record, folder) if record.attempt.number > 1 else None
     if now is None:
         return []
     known = Path(record.checkpoint_destination)
-    link = f"{shlex.join(['mkdir', '-p', str(known.parent)])}; {shlex.join(['ln', '-s', str(now), str(known)])}"
-    return [
-        f"its checkpoints are in {now}, and its record says {known}: its folder was moved, and it would begin anew;"
-        f" move it back, or link it: {link}"
-    ]
+    if moved_to(record, folder) is not None:
+        link = f"{shlex.join(['mkdir', '-p', str(known.parent)])}; {shlex.join(['ln', '-s', str(now), str(known)])}"
+        return [
+            f"its checkpoints are in {now}, and its record says {known}: its folder was moved, and it would begin anew;"
+            f" move it back, or link it: {link}"
+        ]
+    if record.job_id in known.parts and not now.samefile(known):
+        return [
+            f"its checkpoints are in {known} by its record, and there are some in {now} too: its folder was copied, and"
+            " both would save to one place; resume it from where it was, or launch a job with"
+            f" checkpoint.destination={now} to go on from the copy"
+        ]
+    return []
+
+
+def _saved_here(record: JobRecord, folder: Path) -> Path | None:
+    """What in the job's own folder is its destination, if there are checkpoints in it; None: elsewhere."""
+    if "://" in record.checkpoint_destination:
+        return None
+    parts = Path(record.checkpoint_destination).parts
+    # A stated one may be in a folder of the job's own folder.
+    inside = parts[parts.index(record.job_id) + 1 :] if record.job_id in parts else ()
+    now = own_folder(record, folder).joinpath(*inside)
+    return now if (now / CHECKPOINTS).is_dir() else None
