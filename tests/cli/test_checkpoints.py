@@ -226,6 +226,10 @@ def test_one_that_cant_be_read_hides_no_other(
     assert run(["checkpoints", "copy", str(folder), str(tmp_path / "copy"), "--all"]) == 1
     answer = capsys.readouterr()
     assert told in answer.err and answer.out.count("step-") == 2
+    for step in (20, 30):
+        shutil.rmtree(folder / f"checkpoints/step-{step:08d}")
+    assert run(["checkpoints", "prune", str(folder), "--keep-last", "1"]) == 1
+    assert capsys.readouterr().err.startswith("trainyard: 1 of 1 checkpoints can't be read (step 10): can't read")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from launch_testing import job_content
 from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.launch.launcher import new_record, with_destination
-from trainyard.launch.moved import refused_resume
+from trainyard.launch.moved import moved_to, refused_resume
 from trainyard.launch.place import local_place
 from trainyard.launch.record import FolderRecordStore, JobRecord
 from trainyard.spec.backends import BackendName
@@ -114,3 +114,12 @@ def test_it_is_found_where_its_clusters_folder_was_moved_and_is_named_anew(tmp_p
     revised = record_at("slurm", tmp_path / "shared" / JOB_ID, {"slurm": {"directory": str(tmp_path / "lustre")}})
     (reason,) = refused_resume(revised.with_next_attempt(), tmp_path / "jobs")
     assert f"its checkpoints are in {tmp_path}/lustre/{JOB_ID}, and its record says {tmp_path}/shared" in reason
+
+
+def test_where_it_was_may_be_another_users(tmp_path: Path) -> None:
+    """Who brings somebody's job here sees what lies here, whatever is known of the place of before."""
+    saved(tmp_path / "jobs" / JOB_ID)
+    (tmp_path / "home").write_text("a folder that may not be looked into raises as this does")
+    (tmp_path / "loop").symlink_to("loop")
+    for known in (tmp_path / "home" / JOB_ID, tmp_path / "loop" / JOB_ID, Path("/", "x" * 300, JOB_ID)):
+        assert moved_to(record_at("local", known, {}), tmp_path / "jobs") == tmp_path / "jobs" / JOB_ID

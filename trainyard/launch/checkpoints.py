@@ -281,6 +281,7 @@ def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Prun
     if not good:
         if not found:
             return Pruning((), (), 0)
+        refuse_unreadable(destination, found)
         raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
     values = {one.step: rules.value_of(one.extra) for one in good}
     kept_steps = rules.kept(values, {one.step: rules.samples_of(one.extra) for one in good})

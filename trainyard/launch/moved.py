@@ -1,6 +1,7 @@
 """A job of this machine's records whose folder was moved, or copied: at the place that its record knows it would begin
 anew, or go on beside the one that it was copied from."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -18,8 +19,8 @@ def own_folder(record: JobRecord, folder: Path) -> Path:
 def moved_to(record: JobRecord, folder: Path) -> Path | None:
     """What is the job's destination now, where its folder was moved with its checkpoints; None where they are in place,
     or on S3, or nobody knows."""
-    now = _saved_here(record, folder)
-    return None if now is None or (Path(record.checkpoint_destination) / CHECKPOINTS).exists() else now
+    now, known = _saved_here(record, folder), Path(record.checkpoint_destination) / CHECKPOINTS
+    return None if now is None or os.path.exists(known) else now  # noqa: PTH110  # of another user's nothing is known
 
 
 def refused_resume(record: JobRecord, folder: Path) -> list[str]:
@@ -52,4 +53,4 @@ def _saved_here(record: JobRecord, folder: Path) -> Path | None:
     # A stated one may be in a folder of the job's own folder.
     inside = parts[parts.index(record.job_id) + 1 :] if record.job_id in parts else ()
     now = own_folder(record, folder).joinpath(*inside)
-    return now if (now / CHECKPOINTS).is_dir() else None
+    return now if os.path.isdir(now / CHECKPOINTS) else None  # noqa: PTH112  # who looks into it says why not
