@@ -10,6 +10,7 @@ from launch_testing import job_content
 
 from trainyard.cli.app import run
 from trainyard.errors import InputError
+from trainyard.launch.checkpoints import has_any
 from trainyard.launch.launcher import new_record, with_destination
 from trainyard.launch.moved import moved_to, refused_resume
 from trainyard.launch.place import local_place
@@ -123,3 +124,19 @@ def test_where_it_was_may_be_another_users(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for known in (tmp_path / "home" / JOB_ID, tmp_path / "loop" / JOB_ID, Path("/", "x" * 300, JOB_ID)):
         assert moved_to(record_at("local", known, {}), tmp_path / "jobs") == tmp_path / "jobs" / JOB_ID
+
+
+def test_of_a_place_that_is_gone_nobody_says_that_there_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk isn't mounted: `status` advised a resume from the first step, which the trainer would refuse."""
+    place = tmp_path / "[red]disk" / ("long " * 30)
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    FolderRecordStore(tmp_path / "state/jobs").create(record_at("local", place, {}))
+    for verb in ("list", "verify"):
+        assert run(["checkpoints", verb, JOB_ID]) == 0
+        assert capsys.readouterr().out == f"no checkpoint: there is no {place}\n"
+    assert has_any(str(place), None) is None
+    place.mkdir(parents=True)
+    assert run(["checkpoints", JOB_ID]) == 0 and capsys.readouterr().out == "no checkpoint yet\n"
+    assert has_any(str(place), None) is False

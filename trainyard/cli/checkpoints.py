@@ -75,11 +75,19 @@ def list_(
         found = list_checkpoints(destination, s3)
     if as_json:
         print_json([checkpoint.as_json() for checkpoint in found])
-    else:
+    elif found:
         from trainyard.cli.tables import checkpoints_table
 
-        console().print(checkpoints_table(found) if found else "no checkpoint yet")
+        console().print(checkpoints_table(found))
+    else:
+        print(_none_at(destination))
     refuse_unreadable(destination, found)
+
+
+def _none_at(destination: str) -> str:
+    from trainyard.launch.checkpoints import is_gone
+
+    return f"no checkpoint: there is no {destination}" if is_gone(destination) else "no checkpoint yet"
 
 
 @app.command()
@@ -144,7 +152,7 @@ def verify(
         for checkpoint in found:
             print(f"step {checkpoint.step}: {checkpoint.problem or 'whole'}")
         if not found:
-            print("no checkpoint yet")
+            print(_none_at(destination))
     if broken:
         steps = ", ".join(str(one.step) for one in broken)
         raise JobFailedError(f"{job}: {len(broken)} of {len(found)} checkpoints are broken (step {steps})")

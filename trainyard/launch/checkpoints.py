@@ -7,6 +7,7 @@ with their sizes and hashes, and `COMMITTED`, written last, with the manifest's 
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,10 @@ def _refuse_inside(root: str, s3: Any) -> None:
 
 
 def has_any(destination: str, s3: Any) -> bool | None:
-    """Whether a committed checkpoint is there, by names alone; None where that can't be told."""
+    """Whether a committed checkpoint is there, by names alone; None where that can't be told: of a folder that isn't
+    there the disk may not be mounted."""
+    if is_gone(destination):
+        return None
     try:
         names = open_files(destination, s3).sizes(FOLDER)
     except TrainyardError:
@@ -104,6 +108,11 @@ def has_any(destination: str, s3: Any) -> bool | None:
     if any(_MARKER in files for files in steps):
         return True
     return None if any("" in files for files in steps) else False
+
+
+def is_gone(destination: str) -> bool:
+    """Whether it is a folder, and there is none."""
+    return not destination.startswith("s3://") and not os.path.isdir(destination)  # noqa: PTH112  # whatever keeps it
 
 
 def _by_step(names: dict[str, int]) -> dict[int, dict[str, int]]:
