@@ -140,3 +140,19 @@ def test_of_a_place_that_is_gone_nobody_says_that_there_is_no_checkpoint(
     place.mkdir(parents=True)
     assert run(["checkpoints", JOB_ID]) == 0 and capsys.readouterr().out == "no checkpoint yet\n"
     assert has_any(str(place), None) is False
+
+
+def test_a_slurm_jobs_record_of_before_has_its_place_in_the_jobs_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier trainyards noted a relative path as it was stated; the batch script goes to that folder first."""
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    record = record_at("slurm", Path("kept/here"), {})
+    FolderRecordStore(tmp_path / "jobs").create(record)
+    for folder in (tmp_path / "jobs" / JOB_ID, tmp_path):  # and another job's, where this is asked
+        saved(folder / "kept/here")
+    assert run(["checkpoints", JOB_ID, "--json"]) == 0
+    (seen,) = json.loads(capsys.readouterr().out)
+    assert seen["uri"] == f"{tmp_path}/jobs/{JOB_ID}/kept/here/checkpoints/step-00000005/"
+    assert refused_resume(record.with_next_attempt(), tmp_path / "jobs") == []

@@ -19,17 +19,19 @@ def own_folder(record: JobRecord, folder: Path) -> Path:
 def moved_to(record: JobRecord, folder: Path) -> Path | None:
     """What is the job's destination now, where its folder was moved with its checkpoints; None where they are in place,
     or on S3, or nobody knows."""
-    now, known = _saved_here(record, folder), Path(record.checkpoint_destination) / CHECKPOINTS
-    return None if now is None or os.path.exists(known) else now  # noqa: PTH110  # of another user's nothing is known
+    now, known = _saved_here(record, folder), Path(record.checkpoint_destination)
+    # Of another user's folder nothing is known.
+    in_place = known.is_absolute() and os.path.exists(known / CHECKPOINTS)  # noqa: PTH110
+    return None if in_place else now
 
 
 def refused_resume(record: JobRecord, folder: Path) -> list[str]:
     """Why the newest attempt may not go on: its folder was moved, or is a copy. Of the first, which goes on from
     nothing, nothing."""
     now = _saved_here(record, folder) if record.attempt.number > 1 else None
-    if now is None:
-        return []
     known = Path(record.checkpoint_destination)
+    if now is None or not known.is_absolute():
+        return []
     if moved_to(record, folder) is not None:
         link = f"{shlex.join(['mkdir', '-p', str(known.parent)])}; {shlex.join(['ln', '-s', str(now), str(known)])}"
         return [
@@ -49,8 +51,10 @@ def _saved_here(record: JobRecord, folder: Path) -> Path | None:
     """What in the job's own folder is its destination, if there are checkpoints in it; None: elsewhere."""
     if "://" in record.checkpoint_destination:
         return None
-    parts = Path(record.checkpoint_destination).parts
+    known = Path(record.checkpoint_destination)
     # A stated one may be in a folder of the job's own folder.
-    inside = parts[parts.index(record.job_id) + 1 :] if record.job_id in parts else ()
+    inside = known.parts[known.parts.index(record.job_id) + 1 :] if record.job_id in known.parts else ()
+    if record.backend == "slurm" and not known.is_absolute():  # as earlier trainyards noted what they stated from there
+        inside = known.parts
     now = own_folder(record, folder).joinpath(*inside)
     return now if os.path.isdir(now / CHECKPOINTS) else None  # noqa: PTH112  # who looks into it says why not
