@@ -78,6 +78,8 @@ def test_a_hosts_own_disk_is_a_path_from_where_it_was_set(
     assert after.resolved.spec.checkpoint.local_directory == str(tmp_path / "nvme")
     away = revised(record_of(job, resolved), ["checkpoint.local_directory=nvme"], None)
     assert away.resolved.spec.checkpoint.local_directory == "nvme", "of the hosts that it has there"
+    with pytest.raises(InputError, match=r"^--set for job .*: checkpoint\.local_directory: only a shell takes ~ for a"):
+        revised(local_record(job, resolved), ["checkpoint.local_directory=~/nvme"], None)
 
 
 def test_on_this_machine_the_layout_or_processes_says_how_many(job: JobSpec, resolved: ResolvedJob) -> None:

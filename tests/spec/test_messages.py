@@ -92,6 +92,12 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
         ("parallelism", "automatic", ["parallelism", "'automatic'"]),
         ("model.source", "s3://bucket/model", ["exactly one of source", "config"]),
         ("checkpoint", {"destination": "s3:/b/x"}, ["destination: must be an s3://BUCKET/PREFIX or a", "s3:/b/x"]),
+        (
+            "checkpoint",
+            {"destination": "~/kept"},
+            ["checkpoint.destination: only a shell takes ~ for", "path (given: ~/kept"],
+        ),
+        ("checkpoint", {"local_directory": "~"}, ["checkpoint.local_directory: only a shell takes ~ for a home"]),
         ("checkpoint", {"destination": "s3:///"}, ["destination: must be an s3://BUCKET/PREFIX or a folder"]),
         ("data.train", [], ["data.train", "at least 1"]),
         ("data.train", [{"path": "x", "formt": "text"}], ["data.train.0.formt", "did you mean 'format'?"]),

@@ -14,7 +14,7 @@ from trainyard.launch.launcher import planned, refuse_or_force, saving_here
 from trainyard.launch.record import JobRecord
 from trainyard.planner.elastic import smaller
 from trainyard.spec.base import apply_overrides, parse
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import JobSpec, refuse_homes
 
 _CHANGEABLE = ("compute", "parallelism", "checkpoint", "recovery", "preflight", "budget")
 _CHANGEABLE_FIELDS = (
@@ -59,6 +59,7 @@ def revised(
     where = f"--set for job {record.job_id}"
     both = (record.spec, record.resolved.spec)
     spec, absolute = (parse(JobSpec, _with_overrides(given, overrides, both), where) for given in both)
+    refuse_homes(absolute, where)
     if record.backend == "local":
         _check_same_machine(record.spec, spec)
         absolute = saving_here(absolute)  # what was set just now is from where it was set

@@ -1017,7 +1017,20 @@ class ResolvedJob(SpecModel):
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """The job in a YAML file with `section.key=value` overrides applied; InputError is one actionable line."""
-    return parse(JobSpec, apply_overrides(read_yaml(path), overrides), str(path))
+    job = parse(JobSpec, apply_overrides(read_yaml(path), overrides), str(path))
+    refuse_homes(job, str(path))
+    return job
+
+
+def refuse_homes(job: JobSpec, where: str) -> None:
+    """InputError for a place that begins with ~: it would be a folder of that name, which nobody dares to remove. Not
+    in the spec, as records of earlier jobs may have one."""
+    for name in ("destination", "local_directory"):
+        place = getattr(job.checkpoint, name) or ""
+        if place.partition("/")[0] == "~":
+            raise InputError(
+                f"{where}: checkpoint.{name}: only a shell takes ~ for a home; write the whole path (given: {place})"
+            )
 
 
 def load_resolved(path: Path) -> ResolvedJob:
