@@ -19,7 +19,7 @@ from trainyard.cli.app import run
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch import registry
 from trainyard.launch.launcher import new_record
-from trainyard.launch.record import S3RecordStore
+from trainyard.launch.record import FolderRecordStore, S3RecordStore
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -313,3 +313,34 @@ def test_gates_compare_as_they_say() -> None:
         except JobFailedError:
             assert not passes, text
     assert registry.parse_gate("loss<=2") == replace(registry.parse_gate("loss<=3"), bound=2.0)
+
+
+def test_who_names_a_prefix_and_a_tenant_acts_as_its_launcher(
+    site: str,
+    deployed: Account,
+    contract: TenantContract,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the prefix itself, or of a job of this machine that saves there, whose record names no role."""
+    prefix, asked = f"s3://{contract.buckets.checkpoints}/jobs/{JOB_ID}", list[tuple[str, bool]]()
+
+    def note(checkpoints: str, _: list[str], variables: dict[str, str]) -> dict[str, Any]:
+        asked.append((checkpoints, bool(variables.get("AWS_ACCESS_KEY_ID"))))
+        return {"kind": "model", "num_tensors": 1, "num_bytes": 1, "step": STEP, "beside": ["tokenizer.json"]}
+
+    monkeypatch.setattr(exporting, "run_export", note)
+    own = S3RecordStore(deployed.client("s3"), contract.buckets.data).read(JOB_ID).record
+    here = own.model_copy(update={"job_id": "local-tiny-20260131120000-1a2b", "checkpoint_destination": prefix})
+    FolderRecordStore(tmp_path / "state/jobs").create(here)
+    for named in (prefix, here.job_id):
+        for to in ("hf", "s3://kept/hf"):
+            assert run(["export", named, "-e", site, "--tenant", "acme", "--to", to]) == 0
+        assert asked == [(prefix, True)] * 2
+        asked.clear()
+    capsys.readouterr()
+    assert run(["checkpoints", here.job_id, "-e", site, "--tenant", "acme", "--json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [STEP]
+    assert run(["checkpoints", here.job_id, "-e", site]) == 2
+    assert "give --tenant NAME" in capsys.readouterr().err

@@ -244,7 +244,7 @@ def copy(
     with console(stderr=True).status("copying") as spinner:
         destination, s3, *_ = destination_of(job, environment, tenant)
         if s3 is None and to.startswith("s3://") and tenant is not None:
-            s3 = _client_of(tenant, environment, to)
+            s3 = _tenants_place(tenant, environment, to).s3
         if destination.rstrip("/") != to.rstrip("/"):
             _refuse_running(to, environment, tenant)
         found = checkpoints.list_checkpoints(destination, s3) if every else []
@@ -292,12 +292,15 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     if is_s3:
         if tenant is None:
             raise InputError(f"{job}: give --tenant NAME too: its role is the one that reads it")
-        return Where(job, _client_of(tenant, environment, job), {})
+        there = _tenants_place(tenant, environment, job)
+        return Where(job, there.s3, there.variables)
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
     record = place.store.read(job_id).record
-    rules = record.spec.checkpoint.retention
-    return Where(saved_at(record, place), place.s3, place.variables, rules, beside_of(record))
+    destination, rules = saved_at(record, place), record.spec.checkpoint.retention
+    if destination.startswith("s3://") and place.s3 is None and tenant is not None:  # of a job of this machine
+        place = _tenants_place(tenant, environment, destination)
+    return Where(destination, place.s3, place.variables, rules, beside_of(record))
 
 
 def saved_at(record: "JobRecord", place: "Place") -> str:
@@ -325,12 +328,12 @@ def beside_of(record: "JobRecord") -> tuple[str, ...]:
     return tuple(uri for uri in (spec.data.tokenizer, spec.model.source) if uri and uri.startswith("s3://"))
 
 
-def _client_of(tenant: str, environment: str, what: str) -> Any:
-    """A client for S3 that acts as the tenant's launcher."""
+def _tenants_place(tenant: str, environment: str, what: str) -> "Place":
+    """Where a client for S3 acts as the tenant's launcher."""
     from trainyard.launch.place import environment_file, open_tenant
     from trainyard.spec.platform import load_environment
 
-    return open_tenant(load_environment(environment_file(environment)), tenant, what).place.s3
+    return open_tenant(load_environment(environment_file(environment)), tenant, what).place
 
 
 def _refuse_running(to: str, environment: str, tenant: str | None) -> None:
