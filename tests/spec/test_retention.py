@@ -84,7 +84,7 @@ def test_a_metric_that_nothing_measures_is_refused() -> None:
     for metric, told in (
         ("validation_loss", "needs a source without a name in data.validation"),
         ("validation_sets.code.loss", "needs a source named code in data.validation"),
-        ("accuracy", "keep_best.metric"),
+        ("accuracy", r"keep_best\.metric: must be loss, validation_loss or .* has them \(given: 'accuracy'\)$"),
     ):
         with pytest.raises(InputError, match=told):
             parse(JobSpec, {**job, "checkpoint": {"keep_best": {"metric": metric}}}, "job.yaml")

@@ -3,6 +3,7 @@
 The file is also the program whose memory is measured: `python -m test_export CHECKPOINTS TO [--merge]`.
 """
 
+import errno
 import json
 import signal
 import subprocess
@@ -469,6 +470,25 @@ def test_a_place_it_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(InputError, match=told):  # nothing is there to be read: it is refused before
             export(Export(str(tmp_path / "job"), Path(to)))
     assert not any((tmp_path / "here").iterdir())
+
+
+def test_a_checkpoint_that_may_not_be_read_is_told_as_an_export_and_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "job", {"model.a": torch.ones(3)}, {})
+    honest = Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path.name == "manifest.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return honest(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    told = (
+        r"manifest\.json: Permission denied; it may be whole, so no older one is taken; mend the access, or give --st"
+    )
+    with pytest.raises(JobFailedError, match=told):
+        export(Export(str(tmp_path / "job"), tmp_path / "hf"))
 
 
 def test_a_newer_checkpoint_that_was_passed_over_is_told(

@@ -1,11 +1,12 @@
 """Which checkpoints stay: one rule for the trainer, which removes after each save, and for `checkpoints prune`."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trainyard.spec.base import SpecModel
 
@@ -15,7 +16,7 @@ BEST_METRIC = r"^(loss|validation_[a-z0-9_]+|validation_sets\.[a-z0-9-]+\.[a-z0-
 class BestSpec(SpecModel):
     """The checkpoints with the best values of a metric."""
 
-    metric: str = Field(default="validation_loss", pattern=BEST_METRIC)
+    metric: str = "validation_loss"
     """As metrics.jsonl names it: validation_loss, validation_perplexity, validation_top1_accuracy, loss, or
     validation_sets.NAME.loss for a named set. A checkpoint competes when its own step was validated: with a
     validation_ metric, each validated step that is the best so far is saved."""
@@ -23,6 +24,16 @@ class BestSpec(SpecModel):
     """How many of them stay."""
     mode: Literal["min", "max"] = "min"
     """Whether the least or the greatest value is best."""
+
+    @field_validator("metric")
+    @classmethod
+    def _is_measured(cls, metric: str) -> str:
+        if not re.fullmatch(BEST_METRIC, metric):
+            raise ValueError(
+                "must be loss, validation_loss or another validation_..., or validation_sets.NAME.loss,"
+                " as metrics.jsonl has them"
+            )
+        return metric
 
     def is_better(self, value: float, other: float | None) -> bool:
         """Whether `value` beats `other`, the best before; a value that is no number beats nothing."""

@@ -521,7 +521,7 @@ class Checkpointer:
         try:
             return self._restorer.open(step)
         except DestinationError as error:
-            raise self._restorer.unreachable(error) from None
+            raise self._restorer.unreachable(error, is_start=False) from None
 
     def load(
         self,

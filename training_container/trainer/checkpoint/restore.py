@@ -471,9 +471,11 @@ class Restorer:
         if self._group.rank == 0:
             self._report(line)
 
-    def unreachable(self, error: DestinationError) -> Exception:
-        """What to raise when the destination can't be read: one line, with what to do."""
+    def unreachable(self, error: DestinationError, *, is_start: bool = True) -> Exception:
+        """What to raise when the destination can't be read: one line, with what to do. `is_start`: a job would go on
+        from it."""
         advice = "a checkpoint may be there, so nothing was started anew; mend the access or set checkpoint.destination"
+        advice = advice if is_start else "it may be whole, so no older one is taken; mend the access, or give --step"
         if self._destination.folder("") is None:
             return AwsRefusedError(f"{error}; {advice}")
         return JobFailedError(f"{error}; {advice}")
