@@ -38,7 +38,7 @@ from trainyard.spec.job import CheckpointSpec
 class Host:
     """One rank with its own disk, and a shared destination."""
 
-    def __init__(self, folder: Path, *, peer_copy: bool = False) -> None:
+    def __init__(self, folder: Path, *, peer_copy: bool = False, keeps: bool = True) -> None:
         self.rank = dist.get_rank()
         self.destination = folder / "destination"
         self.disk = folder / f"disk{self.rank}"
@@ -48,7 +48,7 @@ class Host:
             rank=self.rank,
             world_size=dist.get_world_size(),
             local_dir=folder / f"scratch{self.rank}",
-            local_tier=self.disk,
+            local_tier=self.disk if keeps else None,
             peer_copy=peer_copy,
             keep_last=9,
             asynchronous=True,
@@ -57,10 +57,10 @@ class Host:
             retry_delays_seconds=(),
         )
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, attempt: int = 1) -> None:
         """A checkpoint, wherever it gets to."""
         tensors = laid_out(whole(step), self.rank, dist.get_world_size())
-        self.checkpoints.save(step, tensors, {"step": step, "rng": self.rank})
+        self.checkpoints.save(step, tensors, {"step": step, "rng": self.rank, "attempt": attempt})
         self.checkpoints.wait()
 
     def near(self, step: int) -> Path:
@@ -207,6 +207,16 @@ def case_newer_at_destination(folder: Path) -> dict[str, Any]:
     host.save(2)
     shutil.rmtree(host.disk)
     shutil.move(folder / f"older{host.rank}", host.disk)
+    dist.barrier()
+    return host.restore()
+
+
+def case_left_by_an_earlier_start(folder: Path) -> dict[str, Any]:
+    """A later start, on other machines or without these disks, went on from before what they alone have."""
+    host = Host(folder)
+    host.save(1)
+    cut_off(host, 4)
+    Host(folder, keeps=False).save(2, attempt=2)
     dist.barrier()
     return host.restore()
 
@@ -487,6 +497,17 @@ def test_a_disk_that_answers_with_errors_falls_back_to_the_destination(played: l
 def test_an_older_step_is_not_taken_for_being_near(played: list[dict[str, Any]]) -> None:
     assert of(played, "newer_at_destination", "step") == [2, 2]
     assert of(played, "newer_at_destination", "near") == [False, False]
+
+
+def test_what_a_later_start_has_gone_on_without_is_not_gone_back_to(played: list[dict[str, Any]]) -> None:
+    """Its step is the newest, and of a course that the job has left: somebody may have gone back on purpose."""
+    assert of(played, "left_by_an_earlier_start", "step") == [2, 2]
+    assert of(played, "left_by_an_earlier_start", "near") == [False, False]
+    (line,) = played[0]["left_by_an_earlier_start"]["said"]
+    assert line == (
+        "checkpoint step=4 on the hosts' disks skipped: start 1 of the job saved it, and start 2 has gone on without"
+        " it; the destination's is taken"
+    )
 
 
 def test_a_broken_disk_keeps_nothing_from_the_destination(played: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledEr
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.checkpoint.claim import claimant_of
 from trainer.checkpoint.group import Group
+from trainer.checkpoint.manifest import ATTEMPT
 from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
@@ -621,7 +622,7 @@ class Session:
         self._forget_lost_bests(saved_now=self.step)
         extra = {
             "step": self.step,
-            "attempt": self._attempt,
+            ATTEMPT: self._attempt,
             "strategy": self.strategy.name,
             **self._model_described,
             "world_size": self._runtime.world_size,

@@ -464,12 +464,12 @@ class Checkpointer:
     def _newest_of_tier(self, tier: LocalTier) -> CheckpointInfo | None:
         """The hosts' own checkpoint, where it is whole and the destination has no newer one."""
         try:
-            newest = self._group.from_first(self._newest_at_destination)
+            newest, attempt = self._group.from_first(self._newest_and_its_start)
             if not self._is_run_named:
                 self._name_run(tier)
         except DestinationError as error:
             raise self._restorer.unreachable(error) from None
-        self._from_tier = found = tier.newest(newest)
+        self._from_tier = found = tier.newest(newest, attempt=attempt)
         if found is None:
             return None
         step = found.manifest.step
@@ -515,6 +515,10 @@ class Checkpointer:
 
     def _newest_at_destination(self) -> int:
         return self._delivery.newest()
+
+    def _newest_and_its_start(self) -> tuple[int, int | None]:
+        step = self._newest_at_destination()
+        return step, self._delivery.attempt_of(step) if step else None
 
     def open_step(self, step: int | None) -> OpenStep | None:
         """That step's checkpoint, or the newest committed one, to read single tensors of; None if there is none."""

@@ -169,6 +169,10 @@ class Delivery:
                 return step
         return 0
 
+    def attempt_of(self, step: int) -> int | None:
+        """Which start saved the step, where its manifest says so and can be read (first rank)."""
+        return self._look(step).attempt
+
     def prune(self, newest: int) -> None:
         """Remove what retention no longer keeps when `newest` is committed, or about to be (first rank)."""
         error = attempted(lambda: self._remove_expired(newest))
@@ -239,7 +243,8 @@ class Delivery:
 
     def _look_of(self, manifest: Manifest) -> "_Look":
         sizes = {file.name: file.num_bytes for file in manifest.files}
-        return _Look(sizes, self._retention.value_of(manifest.extra), self._retention.samples_of(manifest.extra))
+        value, samples = self._retention.value_of(manifest.extra), self._retention.samples_of(manifest.extra)
+        return _Look(sizes, value, samples, manifest.attempt)
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,8 @@ class _Look:
     """Of keep_best's metric."""
     samples: str | None = None
     """What that was measured on, where the checkpoint says so."""
+    attempt: int | None = None
+    """Which start saved it, where it says so."""
     is_unknown: bool = False
     """It can't be read now, or not by this trainer: neither counted on nor removed."""
 

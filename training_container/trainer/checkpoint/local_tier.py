@@ -181,10 +181,11 @@ class LocalTier:
 
     # ------------------------------------------------------------------ restore
 
-    def newest(self, at_least: int) -> LocalCheckpoint | None:
+    def newest(self, at_least: int, *, attempt: int | None = None) -> LocalCheckpoint | None:
         """The newest step that the hosts hold whole, from `at_least` on; None with a line for each passed over.
 
-        InputError, on every rank, where a newer trainer wrote one.
+        `attempt`: the start that saved the destination's newest. What an earlier one left here is passed over: the job
+        has gone on without it since. InputError, on every rank, where a newer trainer wrote one.
         """
         found = self._group.gather_everywhere(self._steps(at_least))
         for step in sorted(set().union(*found), reverse=True):
@@ -193,6 +194,8 @@ class LocalTier:
             if newer is not None:
                 raise newer.refusal(str(self.folder(step)))
             checkpoint, problem = self._joined(step, all_held)
+            if problem is None and checkpoint is not None:
+                problem = _left_behind(checkpoint.manifest.attempt, attempt)
             if problem is None and checkpoint is not None:
                 problem = self._bring_checked(checkpoint, {".metadata"})
             if problem is None:
@@ -288,6 +291,13 @@ class LocalTier:
     def _say(self, line: str) -> None:
         if self._group.rank == 0:
             self._report(line)
+
+
+def _left_behind(saved_by: int | None, attempt: int | None) -> str | None:
+    """Why the job has left what one start saved, where another one saved the destination's newest."""
+    if saved_by is None or attempt is None or saved_by >= attempt:
+        return None
+    return f"start {saved_by} of the job saved it, and start {attempt} has gone on without it"
 
 
 def _received(

@@ -17,6 +17,8 @@ COMMITTED = "COMMITTED"
 PREVIOUS_STEP = "previous_step"
 """Key of `extra`: the step of the checkpoint that was committed or loaded before this one; null: it is the job's first.
 What the first trainers wrote hasn't it."""
+ATTEMPT = "attempt"
+"""Key of `extra`: which start of the job saved it, counted from 1."""
 _HASHED_AT_ONCE_BYTES = 1 << 20
 
 
@@ -58,6 +60,12 @@ class Manifest:
     """JSON of rank 0: data position, RNG, strategy, ..."""
     extra_by_rank: dict[str, dict[str, Any]]
     """Rank -> its top-level keys of `extra` that differ from rank 0's (RNG states)."""
+
+    @property
+    def attempt(self) -> int | None:
+        """The start that saved it; None where it doesn't say."""
+        found = self.extra.get(ATTEMPT)
+        return found if isinstance(found, int) else None
 
     def to_bytes(self) -> bytes:
         """The file's content."""
