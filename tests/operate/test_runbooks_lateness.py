@@ -83,7 +83,8 @@ def test_a_job_on_aws_whose_saves_fail_is_stale_by_its_lines(tmp_path: Path, mon
 def test_what_a_job_of_this_machine_wrote_of_its_faults_is_kept_with_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it ran may be cleaned up before anybody reads the evidence."""
+    """Where it ran may be cleaned up before anybody reads the evidence. It lies in the job's own folder, wherever its
+    checkpoints go."""
     written = {
         "recovery.jsonl": '{"at": "t", "what": "restarted"}\n',
         "left_out_batches.jsonl": "{}\n",
@@ -91,10 +92,10 @@ def test_what_a_job_of_this_machine_wrote_of_its_faults_is_kept_with_its_lines(
         "anomalies/step-3/batch.json": "[]\n",
     }
     for name, text in written.items():
-        path = tmp_path / "own" / "output" / name
+        path = tmp_path / record_of().job_id / "output" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    record = record_of().model_copy(update={"checkpoint_destination": str(tmp_path / "own")})
+    record = record_of().model_copy(update={"checkpoint_destination": str(tmp_path / "elsewhere")})
     evidence = gathered(tmp_path, monkeypatch, Lines([line(1, 5)]), record=record)
     kept = tmp_path / "evidence"
     assert {name: (kept / name).read_text(encoding="utf-8") for name in written} == written
@@ -112,7 +113,7 @@ def test_what_a_job_of_this_machine_wrote_of_its_faults_is_kept_with_its_lines(
 def test_a_disk_that_fills_while_evidence_is_copied_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copier: str, name: str, error: OSError
 ) -> None:
-    output = tmp_path / "own/output"
+    output = tmp_path / record_of().job_id / "output"
     (output / "stacks").mkdir(parents=True)
     (output / "recovery.jsonl").write_text("{}\n", encoding="utf-8")
 
@@ -120,7 +121,7 @@ def test_a_disk_that_fills_while_evidence_is_copied_is_one_line(
         raise error
 
     monkeypatch.setattr(shutil, copier, full)
-    record = record_of().model_copy(update={"checkpoint_destination": str(tmp_path / "own")})
+    record = record_of().model_copy(update={"checkpoint_destination": str(tmp_path / "elsewhere")})
     with pytest.raises(InputError, match=rf"{name} can't be written \(.*No space left on device\); give another"):
         gathered(tmp_path, monkeypatch, Lines([line(1, 5)]), record=record)
 

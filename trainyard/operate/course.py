@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import TrainyardError
+from trainyard.launch import moved
 from trainyard.launch.backend import LogCursor
 from trainyard.launch.compare import METRICS_FILE, metrics_rows
 from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
-from trainyard.launch.record import JobRecord
+from trainyard.launch.record import FolderRecordStore, JobRecord
 from trainyard.operate.runbooks.figures import warm_rows
 
 Row = dict[str, Any]
@@ -27,9 +28,12 @@ LOSS = "loss"
 
 
 def own_folder(place: Place, record: JobRecord) -> Path | None:
-    """A job's output folder, where it is on this machine: always up to date."""
-    folder = Path(record.checkpoint_destination) / "output"
-    return folder if place.s3 is None and folder.is_dir() else None
+    """A job's output folder, where it is on this machine: always up to date. It lies in the job's own folder, wherever
+    its checkpoints go."""
+    if not isinstance(place.store, FolderRecordStore):
+        return None
+    folder = moved.own_folder(record, place.store.folder) / "output"
+    return folder if folder.is_dir() else None
 
 
 def newest_rows(place: Place, record: JobRecord) -> list[Row]:
