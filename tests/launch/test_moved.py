@@ -81,6 +81,10 @@ def test_it_is_seen_and_not_begun_anew(
     moved = f"its checkpoints are in {now / 'jobs' / JOB_ID / inside}, and its record says {known}"
     assert moved in told(record.with_next_attempt())
     assert moved not in told(record), "the first attempt has nothing to go on from"
+    assert "; move it back, or link it: mkdir -p " in told(record.with_next_attempt())
+    known.mkdir(parents=True)
+    assert "; move it back, or move what is there away, and then link it: " in told(record.with_next_attempt())
+    shutil.rmtree(before)
     before.symlink_to(now)
     assert moved not in told(record.with_next_attempt())
     assert "was copied" not in told(record.with_next_attempt())

@@ -34,9 +34,11 @@ def refused_resume(record: JobRecord, folder: Path) -> list[str]:
         return []
     if moved_to(record, folder) is not None:
         link = f"{shlex.join(['mkdir', '-p', str(known.parent)])}; {shlex.join(['ln', '-s', str(now), str(known)])}"
+        # A link would be made in what is there.
+        mended = f"move what is there away, and then link it: {link}" if os.path.lexists(known) else f"link it: {link}"
         return [
             f"its checkpoints are in {now}, and its record says {known}: its folder was moved, and it would begin anew;"
-            f" move it back, or link it: {link}"
+            f" move it back, or {mended}"
         ]
     if record.job_id in known.parts and not now.samefile(known):
         return [
