@@ -23,6 +23,7 @@ from trainyard.hardware import gpu
 from trainyard.launch import launcher
 from trainyard.planner.communication import EFA, fabric
 from trainyard.planner.formulas import formulas_of
+from trainyard.planner.muon import muon_flops
 from trainyard.planner.reading import layout_of_resolved, shape_of
 from trainyard.planner.timing import step_time
 from trainyard.planner.traced import active_params, traced_flops, traced_step
@@ -95,6 +96,35 @@ def test_so_they_do_for_further_families(model_type: str) -> None:
 def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | None, training: dict[str, Any]) -> None:
     reckoned, counted = seconds(wide_job("llama", layout, adapter, **training), 8)
     assert reckoned == pytest.approx(counted, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        ("llama", {"data_replicate": 1}),
+        ("llama", {"data_replicate": 8}),
+        ("llama", {"data_shard": 8}),
+        pytest.param("llama", {"data_replicate": 2, "data_shard": 4}, marks=pytest.mark.slow),
+        pytest.param("llama", {"tensor": 2, "data_shard": 4}, marks=pytest.mark.slow),
+        pytest.param("llama", {"tensor": 2, "data_replicate": 4}, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", {"data_shard": 8}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"data_replicate": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"data_shard": 8, "expert": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_muons_update_takes_the_products_that_its_trace_has(model_type: str, layout: dict[str, int]) -> None:
+    """Of a rank: an eighth of them where eight share them. Plans had none, and steps a half too short."""
+    job = wide_job(model_type, layout, global_batch_size=32, optimizer={"kind": "muon"})
+    resolved = planner.resolve(job, world_size=job.parallelism.world_size)  # type: ignore[union-attr]
+    products = trace(resolved, 0)["work"]["products"]
+    counted = sum(
+        2.0 * each["rows"] * each["columns"] * each["depth"] * each["count"]
+        for each in products
+        if each["phase"] == "optimizer"
+    )
+    shape = shape_of(job)
+    assert shape is not None
+    assert muon_flops(shape, layout_of_resolved(job, resolved)) == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

@@ -27,6 +27,7 @@ from trainyard.planner.communication import (
 from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, masters_of, state_bytes, sums_narrow, sums_on_host
+from trainyard.planner.muon import muon_seconds
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
@@ -84,7 +85,8 @@ def step_time(
         waited=gradients * waited_share(shape, layout),
         parameters=parameters,
         pipeline=_pipeline_seconds(shape, layout, links, constants),
-        optimizer=_optimizer_seconds(shape, layout, device, links, constants),
+        optimizer=_optimizer_seconds(shape, layout, device, links, constants)
+        + muon_seconds(shape, layout, device, links, constants),
     )
     return combined(passes, once, layout, links, constants)
 

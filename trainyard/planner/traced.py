@@ -22,9 +22,10 @@ from trainyard.planner.communication import (
 from trainyard.planner.constants import DEFAULT_MEMORY
 from trainyard.planner.layout import Layout, Precision
 from trainyard.planner.memory import Memory, workspace_bytes
+from trainyard.planner.muon import TF32_SHARE
 from trainyard.planner.operators import Operators
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
-from trainyard.planner.time_constants import DEFAULT_CONSTANTS, Constants
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, Constants
 from trainyard.spec.job import ParallelismSpec
 
 Trace = Mapping[str, Any]
@@ -185,6 +186,10 @@ class _Traced(Operators):
             wider = dataclasses.replace(self.layout, precision=precision)
             operators = _Traced(wider, self.device, self.constants)
         seconds = operators.product(each["rows"], each["columns"], each["depth"], each["groups"])
+        if precision == "fp32" and each["phase"] == "optimizer" and operators is not self:
+            # Muon's, of a narrower job: by TF32, where there is one.
+            tf32 = 0.0 if self.device.generation in PRE_AMPERE else TF32_SHARE * self.wide
+            seconds *= operators.wide / max(operators.wide, tf32)
         lengths = (each["columns"], each["depth"], each["rows"] if each["phase"] == "backward" else 0)
         is_aligned = all(length * operators.layout.element_bytes % 16 == 0 for length in lengths)
         return seconds if is_aligned else seconds / self.constants.unaligned_speed
@@ -208,20 +213,21 @@ def _messages(trace: Trace, parallelism: ParallelismSpec, links: Fabric, layout:
     """The seconds of a rank's messages, by what they are for."""
     found: dict[str, float] = {}
     for message in trace["messages"]:
-        purpose = _purpose(message)
+        purpose = _purpose(message, has_experts=layout.expert > 1)
         if purpose is not None:
             seconds = message["count"] * _message_seconds(message, parallelism, links)
             found[purpose] = found.get(purpose, 0.0) + seconds
     return _Messages(**found)
 
 
-def _purpose(message: Mapping[str, Any]) -> str | None:
+def _purpose(message: Mapping[str, Any], *, has_experts: bool) -> str | None:
     """The field of `_Messages` that a kind of message counts in; None: its other end is counted, or the pipeline's."""
     name, axis = message["name"], message["axis"]
     if name == "receive" or (name == "send" and axis == "pipeline"):
         return None
     if name == "all_to_all":
-        return "context" if axis == "context" else "expert"
+        # Without experts they are Muon's, once a step.
+        return "context" if axis == "context" else "expert" if has_experts else "gradients"
     if axis in ("tensor", "context"):
         return str(axis)
     return "sharding" if name in ("all_gather", "reduce_scatter") else "gradients"

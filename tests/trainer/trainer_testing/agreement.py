@@ -40,9 +40,10 @@ def agreement(
     attention: str = "auto",
     documents: bool = True,
     sequence_length: int = 2048,
+    rank: int = 5,
     **training: Any,
 ) -> Any:
-    """Both, of rank 5: of 8 under FSDP, unless another layout is given; `adapts`: fields of the adapter."""
+    """Both, of one rank: of 8 under FSDP, unless another layout is given; `adapts`: fields of the adapter."""
     cases, shard = dry_run_cases(), layout or {"data_shard": 8}
     if adapter is None:
         job = cases.few_layers(shard, config, **training)
@@ -53,4 +54,4 @@ def agreement(
     model = job.model.model_copy(update={"attention": attention})
     if model.adapter is not None:
         model = model.model_copy(update={"adapter": model.adapter.model_copy(update=adapts or {})})
-    return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), 5))
+    return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), rank))

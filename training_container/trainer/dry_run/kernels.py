@@ -7,7 +7,9 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, placement_types
 from torch.nn.attention.bias import CausalBias
 from torch.optim import sgd
 from transformers import masking_utils
@@ -120,6 +122,19 @@ def _one_document_each(positions: torch.Tensor) -> torch.Tensor:
     return positions.new_zeros(positions.size(0) + 1, dtype=torch.int32)
 
 
+def _shard_dim_alltoall(
+    tensor: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """What DTensors that change the dimension they are cut along send: to each rank its part, and not, as on a CPU, all
+    of it to every one."""
+    ranks = mesh.size(mesh_dim)
+    parts = torch.cat(tensor.chunk(ranks, dim=shard_dim))
+    received = funcol.all_to_all_single(parts, None, None, (mesh, mesh_dim))
+    if isinstance(received, funcol.AsyncCollectiveTensor):
+        received = received.wait()
+    return torch.cat(received.chunk(ranks), dim=gather_dim)
+
+
 @contextmanager
 def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
     """Inside, attention keeps what a flash kernel keeps, routers spread tokens evenly over experts, and what torch
@@ -137,6 +152,7 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
         for owner, name, ours in (
             (nn.functional, "scaled_dot_product_attention", _flash),
             (nn.functional, "dropout", _dropout),
+            (placement_types, "shard_dim_alltoall", _shard_dim_alltoall),
             (norms, "rms_norm", _rms_norm),
             (linear, "_product", _product),
             (sgd, "_default_to_fused_or_foreach", _foreach),

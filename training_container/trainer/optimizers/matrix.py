@@ -189,15 +189,19 @@ class Muon(torch.optim.Optimizer):
         cut = [parameter for parameter in alike if isinstance(parameter, DTensor)]
         return self._updates_of_cut(cut) if cut else self._updates_of_replicas(alike, group)
 
-    def _direction(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Nesterov momentum, of which the buffer takes its part; this rank's part."""
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        """Into the momentum; this rank's part."""
         assert parameter.grad is not None
-        momentum = self.state[parameter]["momentum_buffer"]
-        local(momentum).lerp_(local(parameter.grad), 1 - MUON_MOMENTUM)
-        return local(parameter.grad).lerp(local(momentum), MUON_MOMENTUM)
+        local(self.state[parameter]["momentum_buffer"]).lerp_(local(parameter.grad), 1 - MUON_MOMENTUM)
+
+    def _direction(self, parameter: torch.Tensor) -> torch.Tensor:
+        """By Nesterov, of a momentum that has taken the gradient; this rank's part."""
+        assert parameter.grad is not None
+        return local(parameter.grad).lerp(local(self.state[parameter]["momentum_buffer"]), MUON_MOMENTUM)
 
     def _orthogonal_update(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The direction, orthogonalized on every rank; this rank's part."""
+        self._take_gradient(parameter)
         direction = self._direction(parameter)
         if not isinstance(parameter, DTensor):
             return _scaled_update(direction, are_kernels=group["kernels"])
@@ -214,10 +218,10 @@ class Muon(torch.optim.Optimizer):
         place = dist.get_rank(self._replicas)
         own: torch.Tensor | None = None
         for index, parameter in enumerate(parameters):
-            direction = self._direction(parameter)
+            self._take_gradient(parameter)
             if index == place:
                 # Of a tall matrix it is a transpose, and what is sent are its bytes as they lie.
-                own = _scaled_update(direction, are_kernels=group["kernels"]).contiguous()
+                own = _scaled_update(self._direction(parameter), are_kernels=group["kernels"]).contiguous()
         for index, parameter in enumerate(parameters):
             update = torch.empty_like(parameter) if index != place or own is None else own
             dist.broadcast(update, group=self._replicas, group_src=index)
@@ -232,6 +236,8 @@ class Muon(torch.optim.Optimizer):
         cut = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in places]
         spread = [Shard(0) for _ in like.placements]
         shape = torch.Size((len(parameters), *like.shape))
+        for parameter in parameters:
+            self._take_gradient(parameter)
         stack = torch.stack([self._direction(parameter) for parameter in parameters])
         mine = _of_shape(stack, cut, like, shape).redistribute(placements=spread).to_local()
         del stack
