@@ -338,3 +338,29 @@ def test_gradients_of_the_first_micro_batch_stand_beside_what_all_others_keep(nu
     training = {"global_batch_size": 4 * num_micro_batches, "micro_batch_size": 1}
     planned, traced = _moving(agreement(model, layout, sequence_length=256, **training))
     assert 0.98 * traced < planned < 1.1 * traced
+
+
+def test_logits_are_gathered_by_way_of_one_copy() -> None:
+    """A trace had two: torch's fake tensors make another one of what a collective gave when it is waited for."""
+    layout, training = {"data_shard": 2, "tensor": 4}, {"loss": "logits", "precision": "fp32"}
+    planned, traced = _moving(agreement(SMALL | {"num_key_value_heads": 8}, layout, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "model", "training"),
+    [
+        # One micro-batch: the moment at which uncut gradients are all there is none of DeepSpeed's.
+        (2, MIXTRAL, {"global_batch_size": 8, "sequence_length": 512}),
+        # Autocast over float32 weights, as under DDP.
+        (0, {"vocab_size": 4000}, {"micro_batch_size": 4, "global_batch_size": 64}),
+    ],
+    ids=["one-micro-batch", "autocast"],
+)
+def test_activations_under_deepspeed_are_traced_as_it_has_them(
+    zero_stage: int, model: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Traced was nothing of what is there at the loss, or a sixth less."""
+    layout = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": zero_stage}
+    found = agreement(SMALL | model, layout, **training)
+    assert abs(found.activations) < 0.03

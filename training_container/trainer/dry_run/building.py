@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -161,15 +161,24 @@ def _num_elements(name: str, weight: nn.Parameter) -> int:
 
 
 class _TorchPart(TorchStrategy):
-    """Of an engine that cuts its memory by itself: the model in the type that it computes in, on one rank, uncut."""
+    """Of an engine that cuts its memory by itself: the model in the type that it computes in, on one rank, uncut.
+
+    DeepSpeed's stage 0 has autocast in bf16, over float32 weights (`strategies/deepspeed_settings.py`)."""
 
     name = "the model alone"
 
+    @property
+    def _is_autocast(self) -> bool:
+        return self._job.parallelism.zero_stage == 0 and self._job.spec.training.precision == "bf16"
+
     def _place(self, model: nn.Module) -> nn.Module:
         dtype = COMPUTE_TYPES.get(self._job.spec.training.precision, torch.float32)
-        for parameter in model.parameters():
+        for parameter in () if self._is_autocast else model.parameters():
             parameter.data = parameter.data.to(dtype)
         return model
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", dtype=torch.bfloat16) if self._is_autocast else nullcontext()
 
 
 def _model_of(job: ResolvedJob) -> PreTrainedModel:

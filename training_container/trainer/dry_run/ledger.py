@@ -136,15 +136,17 @@ class Ledger:
         with mock.patch.object(torch.UntypedStorage, "resize_", resize):
             yield
 
-    def peak(self) -> Peak:
-        """The step played again, now that every storage's category is known."""
+    def peak(self, *, of_the_model: bool = False) -> Peak:
+        """The step played again, now that every storage's category is known. `of_the_model`: the moment of its passes
+        at which most is there beside the state, which another engine cuts, and updates, by code of its own."""
         held = dict.fromkeys(CATEGORIES, 0)
         for allocation in self._at_first:
             held[allocation.category] += allocation.first_bytes
-        total, largest, best = sum(held.values()), -1, Peak({}, "forward")
+        counted = [name for name in CATEGORIES if name not in STATE] if of_the_model else list(CATEGORIES)
+        total, largest, best = sum(held[name] for name in counted), -1, Peak({}, "forward")
         for allocation, change, phase in self._events:
             held[allocation.category] += change
-            total += change
-            if total > largest:
+            total += change * (allocation.category in counted)
+            if total > largest and not (of_the_model and phase == "optimizer"):
                 largest, best = total, Peak(dict(held), phase)
         return best

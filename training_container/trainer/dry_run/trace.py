@@ -126,7 +126,7 @@ def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
             gradients = ledger.held_as("gradients")
             with watch.clock("optimizer"):
                 strategy.optimizer_step(job.learning_rate)
-    peak = ledger.peak()
+    peak = ledger.peak(of_the_model=job.parallelism.engine == "deepspeed")
     return Step(
         num_micro_batches=job.gradient_accumulation_steps,
         at_peak=peak.by_category,

@@ -20,6 +20,7 @@ from trainer.dry_run.work import Work, phase_now
 _aten = torch.ops.aten
 _CASTS = frozenset({_aten._to_copy.default})
 _GROUPED = _aten._grouped_mm.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -32,6 +33,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Runs the operation, unless it is such a question; experts' products of any type."""
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _answer(args[0].dtype)
+        if func is _WAIT:
+            return args[0]  # what was waited for, of which torch's fake tensors make another one
         if func is _GROUPED:
             return _grouped_product(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
