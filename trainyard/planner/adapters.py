@@ -27,11 +27,13 @@ MLP_OUTPUTS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"
 """They read what is inside of that block. GPT-2's attention ends in a `c_proj` too."""
 
 
-def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head: bool) -> float:
-    """Parameters of the adapters of so many layers, and of the head's."""
-    sizes = _sizes(shape)
+def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head: bool, split: int = 1) -> float:
+    """Parameters of the adapters of so many layers, and of the head's; `split`: of one of so many tensor ranks, which
+    all have the matrix on the side of the hidden state whole, and of a head both."""
+    sizes = _sizes(shape, split)
     # What this page has no name for: a square matrix in each layer.
-    each = sum(sizes.get(name, 2.0 * shape.hidden) for name in layout.lora_targets if name not in HEADS)
+    square = shape.hidden * (1 + 1 / split)
+    each = sum(sizes.get(name, square) for name in layout.lora_targets if name not in HEADS)
     head = has_head * (shape.hidden + shape.vocab) * len(HEADS.intersection(layout.lora_targets))
     return layout.lora_rank * (layers * each + head)
 
@@ -52,13 +54,14 @@ def _width(shape: ModelShape) -> float:
     return (shape.num_mlps * shape.ffn + shape.moe_layers * shape.shared_ffn) / shape.layers
 
 
-def _sizes(shape: ModelShape) -> dict[str, float]:
-    """Inputs and outputs of all layers of a name, of one layer of the model."""
-    hidden, block = shape.hidden, _block(shape, 1)
-    found = dict.fromkeys(MLP_INPUTS | MLP_OUTPUTS, block) | {"gate_up_proj": _block(shape, 2)}
+def _sizes(shape: ModelShape, split: int = 1) -> dict[str, float]:
+    """Inputs and outputs of all layers of a name, of one layer of the model, where so many tensor ranks split what is
+    no hidden state."""
+    hidden, block = shape.hidden, _block(shape, 1 / split)
+    found = dict.fromkeys(MLP_INPUTS | MLP_OUTPUTS, block) | {"gate_up_proj": _block(shape, 2 / split)}
     share = shape.num_attentions / shape.layers
-    found |= {name: share * size for name, size in _attention_sizes(shape).items()}
-    found["c_proj"] = share * (shape.value_dim + hidden) + block
+    found |= {name: share * size for name, size in _attention_sizes(shape, split).items()}
+    found["c_proj"] = share * (shape.value_dim / split + hidden) + block
     if shape.is_hybrid:
         mamba = shape.mamba_layers / shape.layers
         mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
@@ -84,23 +87,24 @@ def _delta_sizes(shape: ModelShape) -> dict[str, float]:
     return found | {"in_proj_qkv": hidden + 2 * keys + values, "in_proj_z": hidden + values}
 
 
-def _attention_sizes(shape: ModelShape) -> dict[str, float]:
-    hidden, key = shape.hidden, shape.kv_dim
-    queries = shape.heads * (shape.head_dim + shape.rope_dim)
+def _attention_sizes(shape: ModelShape, split: int) -> dict[str, float]:
+    hidden, key = shape.hidden, shape.kv_dim / split
+    queries = shape.heads * (shape.head_dim + shape.rope_dim) / split
     return {
         # Queries come through a latent or they don't: no model has layers of both kinds.
         "q_proj": 0 if shape.q_lora_rank else hidden + queries * (1 + shape.attention_gate),
         **dict.fromkeys(("k_proj", "v_proj"), hidden + key),
-        **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim + hidden),
-        **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim + 2 * key),
+        **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim / split + hidden),
+        **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim / split + 2 * key),
+        "c_attn": hidden + shape.query_dim + 2.0 * shape.kv_dim,  # whole on each rank, as what it adapts
         "q_a_proj": hidden + shape.q_lora_rank if shape.q_lora_rank else 0,
         "q_b_proj": shape.q_lora_rank + queries if shape.q_lora_rank else 0,
         "kv_a_proj_with_mqa": hidden + shape.kv_lora_rank + shape.rope_dim,
-        "kv_b_proj": shape.kv_lora_rank + shape.query_dim + shape.value_dim,
+        "kv_b_proj": shape.kv_lora_rank + (shape.query_dim + shape.value_dim) / split,
     }
 
 
-def _block(shape: ModelShape, tensors: int) -> float:
+def _block(shape: ModelShape, tensors: float) -> float:
     """Of a feed-forward block one projection's inputs and outputs, `tensors` times as wide as the block."""
     hidden = shape.hidden
     dense = shape.num_mlps * (hidden + tensors * shape.ffn)

@@ -271,7 +271,7 @@ def workspace_bytes(layout: Layout, *, experts: bool = False) -> float:
 def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Adapter parameters on one rank of a stage."""
     if layout.lora_targets:
-        return adapter_params(shape, layout, stage.layers, has_head=stage.head) / layout.tensor
+        return adapter_params(shape, layout, stage.layers, has_head=stage.head, split=layout.tensor)
     return stage.layers * layout.num_lora_targets * layout.lora_rank * 2 * shape.hidden / layout.tensor
 
 
@@ -425,11 +425,11 @@ def _adapter_state(
         ours = TrainerLayers(shape, layout)
         if layout.method == "qlora":
             linear_bytes = ours.weight_element
-        # Expert ranks are among those that FSDP cuts over: an expert is cut over fewer.
-        held = _held(params, layout, 3) - vocabulary * share
-        base = (max(held, 0.0) * linear_bytes + vocabulary * whole_bytes * share) * (
-            layout.offload_parameters == "none"
-        )
+        # Learned positions are no linear layer either, and whole on every tensor rank. Expert ranks are among those
+        # that FSDP cuts over: an expert is cut over fewer.
+        ends = (vocabulary + shape.learned_positions * shape.hidden * stage.embedding) * share
+        held = _held(params, layout, 3) - ends
+        base = (max(held, 0.0) * linear_bytes + ends * whole_bytes) * (layout.offload_parameters == "none")
         # FSDP cuts adapters as all else.
         return base + 4 * adapters * share, 4 * adapters * share, moments * adapters * share
     return base + 4 * adapters * share + trained, 4 * adapters + trained, moments * adapters + copied

@@ -135,6 +135,7 @@ class _Step:
                 yield from self._in_spread_layer(number)
             else:
                 yield from self._in_routed_layer(number)
+            yield from self._at_reduction(number)
         yield from self._at_end()
 
     def _whole(self, number: int) -> float:
@@ -223,6 +224,9 @@ class _Step:
         left = layers.whole_bytes - layers.mlp_bytes
         # The feed-forward block: its last product reads its weight, or its factors have their gradients.
         factors = self._block_tensors() - layers.keeps_block_result
+        if layers.is_frozen and layers.keeps_block_result:
+            # An adapter and what it adapts give a gradient each, and their sum is made beside both.
+            factors = max(factors, 2)
         in_block = layers.whole_bytes + above
         in_block += max(layers.product_bytes + layers.reading_bytes, factors * layers.product_bytes)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
@@ -415,6 +419,19 @@ class _Step:
         each = element + wide + last if self._layout.expert_shard_degree > 1 else 3 * wide
         return each * self._experts
 
+    def _at_reduction(self, number: int) -> Iterator[Moment]:
+        """All of a unit's gradients, and what they are copied into to be sent, when its weights are gone. Beside those of
+        one as large that are on their way until then their making is worse; but a unit may be the only one."""
+        layers, units, layout = self._layers, self._units, self._layout
+        first, end = units.bounds(number)
+        if layout.pipeline > 1 or layout.method != "full" or not self._is_sharded or number != end - 1:
+            return
+        following = units.in_backward(number) - units.of(number)
+        made = units.of(number) * (layers.element + max(4, layers.element))
+        made += layers.head_weight * self._stage.head * layers.element
+        gradients = self._own_gradients(first)
+        yield Moment(self._others(number) + layers.input_bytes, 0.0, self._weights(following) + made, gradients)
+
     def _in_norms(self, number: int, left: float, made: float) -> Iterator[Moment]:
         """The backward pass of both norms, of a layer of which so much is `left`; `made` as in `_moment`."""
         layers = self._layers
@@ -513,7 +530,8 @@ class _Step:
         return self._root * layers.element + gathered * layers.weight_element
 
     def _adapters(self, num_layers: int, *, has_head: bool) -> float:
-        return adapter_params(self._shape, self._layout, num_layers, has_head=has_head)
+        split = self._layout.tensor
+        return adapter_params(self._shape, self._layout, num_layers, has_head=has_head, split=split)
 
     def _weights_and_gradients(self, number: int, made: float, before: float) -> float:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
