@@ -83,7 +83,7 @@ def _planned(found: Plan) -> str:
     words += f", {time.tokens_per_second / found.num_gpus:,.0f} {found.unit}/s a GPU"
     memory = found.chosen.memory
     state = memory.parameters_gib + memory.gradients_gib + memory.optimizer_gib
-    words += f"; {memory.total_gib:.0f} GiB, {state:.3g} of them state"
+    words += f"; {memory.total_gib:.0f} GiB at the peak, {state:.3g} of them state"
     if cost is not None and cost.planned_usd is not None:
         words += f"; {cost.expected_hours:.3g} h ({cost.expected_hours_low:.3g} to {cost.expected_hours_high:.3g})"
         words += f", ${cost.planned_usd:,.0f}"

@@ -69,7 +69,8 @@ def test_memory_by_hand(job: MakeJob) -> None:
     layers = 20 * ((4 * 8192 * 8192 * (1 + 1 / 8) / 2 + 3 * 8192 * 28672) / 8 + 2 * 8192)
     on_rank = (layers + 128256 * 8192 / 8) / 4
     assert use.parameters_gib == pytest.approx(4 * on_rank / 2**30)
-    assert use.gradients_gib == pytest.approx(4 * on_rank / 2**30)
+    assert use.gradients_gib == 0  # until a pipeline's end whole sums, in buffers
+    assert use.buffers_gib > 6 * on_rank * 4 / 2**30
     assert use.optimizer_gib == pytest.approx(8 * on_rank / 2**30)
     parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
     assert use.total_gib == pytest.approx(sum(getattr(use, f"{part}_gib") for part in parts))

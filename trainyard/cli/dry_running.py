@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trainyard.planner import Plan
+    from trainyard.planner.memory import Memory
     from trainyard.spec.job import JobSpec, ResolvedJob
 
 GIB = 2**30
@@ -95,7 +96,21 @@ def seconds_of_step(job: "JobSpec", resolved: "ResolvedJob", traced: dict[str, A
 
 
 def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[str, float] | None:
-    """The closed form's bytes of that rank, by the trace's categories; None for a model without formulas."""
+    """The closed form's bytes of that rank, by the trace's categories, gradients at their most; None for a model
+    without formulas."""
+    from trainyard.planner.memory import PARTS
+
+    use = planned_memory(job, resolved, rank)
+    if use is None:
+        return None
+    # How DeepSpeed updates is not traced.
+    parts = use.at_peak if resolved.parallelism.engine == "torch" else {name: getattr(use, name) for name in PARTS}
+    moving = {"activations": parts["activations"] + parts["logits"], "buffers": parts["buffers"]}
+    return {name: getattr(use, name) for name in STATE} | moving
+
+
+def planned_memory(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> "Memory | None":
+    """What the closed form says of that rank; None for a model without formulas."""
     from trainyard.planner.formulas import formulas_of
     from trainyard.planner.reading import layout_of_resolved
 
@@ -105,11 +120,7 @@ def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[st
         return None
     layout = layout_of_resolved(job, resolved)
     place = rank // (resolved.world_size // resolved.parallelism.pipeline)
-    use = formulas.rank_memory(replace(layout, rank="worst"), place)
-    activations, buffers = use.activations + use.logits, use.buffers
-    if use.step_temporary > activations + buffers and resolved.parallelism.engine == "torch":
-        activations, buffers = use.step_temporary, 0.0  # the optimizer's step is the worst moment
-    return {**{name: getattr(use, name) for name in STATE}, "activations": activations, "buffers": buffers}
+    return formulas.rank_memory(replace(layout, rank="worst"), place)
 
 
 def render(found: dict[str, Any]) -> "RenderableType":

@@ -12,7 +12,7 @@ from trainyard.planner.formulas import Formulas
 from trainyard.planner.host_memory import SYSTEM_GIB, HostMemory, host_memory
 from trainyard.planner.layout import Layout
 from trainyard.planner.loading import loading_of
-from trainyard.planner.memory import PARTS, Memory
+from trainyard.planner.memory import Memory
 from trainyard.planner.reading import Machines
 from trainyard.planner.resolve import num_steps
 from trainyard.planner.results import Configuration, HostMemoryPlan, MemoryPlan, TimePlan, told_apart
@@ -82,7 +82,7 @@ def fits_both(use: Memory, host: HostMemory, machine: Instance | None) -> bool |
 
 def memory_plan(use: Memory, available_gib: float | None) -> MemoryPlan:
     """The document of a GPU's memory."""
-    parts = {f"{name}_gib": getattr(use, name) / GIB for name in PARTS}
+    parts = {f"{name}_gib": value / GIB for name, value in use.at_peak.items()}
     parts["workspace_gib"] += (use.needed - use.margin - use.allocated) / GIB
     return MemoryPlan(**parts, margin_gib=use.margin / GIB, total_gib=use.needed / GIB, available_gib=available_gib)
 

@@ -22,9 +22,17 @@ from trainyard.planner.deepspeed_weights import whole_elements
 from trainyard.planner.layout import Engine, Layout, Masters
 from trainyard.planner.optimizer_updates import update_temporary_bytes
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages, vocabulary_split
+from trainyard.planner.stages import (
+    Stage,
+    StageParams,
+    num_vocabulary_matrices,
+    stage_at,
+    stage_params,
+    stages,
+    vocabulary_split,
+)
 from trainyard.planner.trainer_layers import TrainerLayers
-from trainyard.planner.trainer_memory import worst_moment
+from trainyard.planner.trainer_memory import gradients_come_late, worst_moment
 
 SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
 """torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
@@ -69,6 +77,8 @@ class Memory:
     """fp32 copies of gradients that the optimizer's step makes, and that are let go when the next step begins."""
     step_temporary: float = 0.0
     """What the optimizer's step makes and lets go, while no activation is there."""
+    late_gradients: float = 0.0
+    """Of the gradients, what is not there yet at the worst moment of the passes."""
     last_layer: float | None = None
     """Where no gradient is there before the backward pass (a plain loop's step of one micro-batch): what still moves
     when the last gradients come, one layer's activations. None: gradients may lie beside all activations."""
@@ -81,12 +91,30 @@ class Memory:
         return self.parameters + self.gradients + self.main_gradients + self.optimizer
 
     @property
-    def allocated(self) -> float:
-        """The allocator's peak (torch.cuda.max_memory_allocated)."""
-        everything = float(sum(getattr(self, name) for name in PARTS))
+    def in_passes(self) -> float:
+        """The most that is allocated while micro-batches go forward and back."""
+        everything = float(sum(getattr(self, name) for name in PARTS)) - self.late_gradients
         if self.last_layer is not None:
             everything = max(everything - self.gradients, self.resting + self.buffers + self.last_layer)
-        return max(everything, self.resting + self.step_temporary)
+        return everything
+
+    @property
+    def in_update(self) -> float:
+        """The same in the optimizer's step."""
+        return self.resting + self.step_temporary
+
+    @property
+    def allocated(self) -> float:
+        """The allocator's peak (torch.cuda.max_memory_allocated)."""
+        return max(self.in_passes, self.in_update)
+
+    @property
+    def at_peak(self) -> dict[str, float]:
+        """`PARTS` at the peak; of the optimizer's step what it makes is among activations."""
+        parts = {name: float(getattr(self, name)) for name in PARTS}
+        if self.in_update > self.in_passes:
+            return parts | {"activations": self.step_temporary, "logits": 0.0, "buffers": 0.0}
+        return parts | {"gradients": self.gradients - self.late_gradients}
 
     @property
     def resting(self) -> float:
@@ -233,6 +261,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
             buffers=moving.buffers,
             workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
             step_temporary=_engine_update(shape, layout, stage, params) + update_temporary_bytes(shape, layout, stage),
+            late_gradients=max(gradients - worst.gradients, 0.0) if gradients_come_late(layout) else 0.0,
             moving_error=constants.moving_error,
         )
     logits = logits_bytes(shape, layout, constants) if stage.head else 0.0
@@ -290,7 +319,7 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
 def _beside_matrices(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Of a stage's parameters those that Muon leaves to AdamW: embeddings, head and norms, as none of them turns one
     hidden vector into another."""
-    matrices = stage.embedding + (stage.head and not (shape.tied_embeddings and stage.embedding))
+    matrices = num_vocabulary_matrices(shape, layout, stage)
     words = shape.vocab * shape.hidden
     positions = (shape.embedding_params - words) * stage.embedding
     ends = words * matrices / vocabulary_split(shape, layout) + positions
@@ -407,7 +436,7 @@ def _adapter_state(
     shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, share: float
 ) -> tuple[float, float, float]:
     """Frozen base weights in the training precision (NF4 linears under QLoRA), adapters and their moments in fp32."""
-    matrices = stage.embedding + (stage.head and not shape.tied_embeddings)
+    matrices = num_vocabulary_matrices(shape, layout, stage)
     vocabulary = shape.vocab * shape.hidden / vocabulary_split(shape, layout) * matrices
     linears = max(params.total - vocabulary, 0.0)
     # litgpt's head is a four-bit linear too; transformers' fine-tuning keeps what is not quantized in fp32.
@@ -496,7 +525,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
         # Two layers (the next is prefetched), the vocabulary's matrices, and one layer's gradients before reduction,
         # which begins when the logits are gone.
         vocabulary = shape.vocab * shape.hidden / layout.tensor
-        matrices = stage.embedding + (stage.head and not (shape.tied_embeddings and stage.embedding))
+        matrices = num_vocabulary_matrices(shape, layout, stage)
         most = params.total if layout.keeps_gathered else 2 * layer + vocabulary * matrices
         gathered = min(most, params.total) * gathered_element
         if not full and layout.library == "litgpt":

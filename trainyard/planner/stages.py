@@ -89,6 +89,13 @@ class StageParams:
         return self.dense + self.expert
 
 
+def num_vocabulary_matrices(shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Embedding and head that a rank of the stage has. Tied ones are one, but on two stages of our trainer's pipeline,
+    each of which has its own, on whatever rank (zero_bubble's first has both)."""
+    is_one = shape.tied_embeddings and not (layout.library == "trainyard" and layout.pipeline > 1)
+    return stage.embedding + (stage.head and not (stage.embedding and is_one))
+
+
 def vocabulary_split(shape: ModelShape, layout: Layout) -> int:
     """Tensor ranks over which embedding and head are cut by vocabulary: our trainer leaves one that they don't divide
     whole on each (`strategies/tensor_parallel.py`), others pad it."""
@@ -137,12 +144,10 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
     if stage.head and shape.mtp_layers and not stage.embedding and not shape.tied_embeddings:
         # Layers that predict further tokens look the last ones up, in a copy of the embedding.
         dense += vocabulary
+    dense += vocabulary * num_vocabulary_matrices(shape, layout, stage)
     if stage.embedding:
         # Only words are split over tensor ranks.
-        dense += vocabulary + shape.embedding_params - shape.vocab * shape.hidden
-    # A tied head on the last of several stages is a second copy of the embedding.
-    if stage.head and not (shape.tied_embeddings and stage.embedding):
-        dense += vocabulary
+        dense += shape.embedding_params - shape.vocab * shape.hidden
     moe_layers = stage.layers * shape.moe_layers / shape.layers
     if stage.head and shape.moe_layers:
         moe_layers += shape.mtp_layers

@@ -141,9 +141,15 @@ class TrainerLayers:
 
     @property
     def mask_bytes(self) -> float:
-        """A micro-batch's mask, a byte a score of one head, and what kernels read in its place, which layers share."""
-        scores = self.tokens * self.layout.sequence_length
-        return scores * (1 + self.element) * (self.masked_share > 0)
+        """What kernels read in place of a micro-batch's mask, a number a score of one head, which layers share; and the
+        mask itself, where layers are given it once more."""
+        is_kept = self.layout.recompute != "none"
+        return self.given_mask_bytes * (self.element + is_kept)
+
+    @property
+    def given_mask_bytes(self) -> float:
+        """The mask that layers are given in a forward pass, a byte a score."""
+        return self.tokens * self.layout.sequence_length * (self.masked_share > 0)
 
     # One layer, nothing recomputed.
 
@@ -254,7 +260,13 @@ class TrainerLayers:
     def score_gradient_bytes(self) -> float:
         """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
         comes to it and the one that it gives, both in its own type. What values were multiplied with has been let go,
-        where that is a copy."""
+        where that is a copy. Of context parallelism the gradients of all ranks' keys and values, and what is added to
+        those of keys; 0 where a kernel has no such moment."""
+        if self.layout.flash_attention:
+            keys = self.shape.query_dim + self.shape.heads * self.shape.rope_dim
+            all_tokens = self.tokens * self.layout.context / self.layout.tensor
+            is_gathered = self.layout.context > 1
+            return all_tokens * self.element * (2 * keys + self.shape.value_dim) * is_gathered
         num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
         return num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
 
@@ -313,8 +325,12 @@ class TrainerLayers:
         # that is written out keeps no result.
         output = float(query * (layout.flash_attention or is_read))
         if shape.kv_lora_rank:
+            scored = query + shape.heads * shape.rope_dim
             # Values are a view of one product with the keys' dimensions that have no position, which stays whole.
-            width = 3.0 * query + 2.0 * shape.value_dim + 2.0 * shape.heads * shape.rope_dim
+            width = 2.0 * scored + query + 2.0 * shape.value_dim
+            if layout.context > 1:
+                # Keys and values of all ranks; the output in two pieces and put together.
+                width = scored * (1.0 + layout.context) + shape.value_dim * (2.0 + layout.context)
             width += self._latent_norms * layout.tensor
         elif layout.context > 1:
             # Keys and values of all ranks, repeated for every query head; the output in two pieces and put together.
@@ -485,6 +501,15 @@ class TrainerLayers:
     def product_bytes(self) -> float:
         """One tensor of the feed-forward block's width."""
         return self.tokens * self.element * self._width / self.layout.tensor
+
+    @property
+    def product_gradient_bytes(self) -> float:
+        """What comes to the products of a mean layer in their backward pass, a gradient of each one's result."""
+        shape, element = self.shape, self.element
+        results = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim
+        found = self.tokens * element * results / self.layout.tensor + (1 + shape.gated_mlp) * self.product_bytes
+        routed = (1 + shape.gated_mlp) * self.expert_product_bytes + self.rows_bytes
+        return found + 2 * self.whole_hidden_bytes + routed * shape.moe_layers / shape.layers
 
     @cached_property
     def _width(self) -> float:

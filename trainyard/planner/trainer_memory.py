@@ -13,7 +13,7 @@ from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, StageParams, cuts_experts_inside, expert_slots
+from trainyard.planner.stages import Stage, StageParams, cuts_experts_inside, expert_slots, num_vocabulary_matrices
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
 
 WEIGHING = 3
@@ -34,7 +34,7 @@ class Moment:
     buffers: float
     """Gathered and cast weights, gradients on their way, what pipelines have received."""
     gradients: float = 0.0
-    """This rank's own, where they only come to be in the one backward pass of a step; counted with the state."""
+    """This rank's own that are there, where they come late (`gradients_come_late`); else they are the state's."""
 
     @property
     def total(self) -> float:
@@ -46,6 +46,22 @@ def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageP
     """The moment of a step at which a rank of the stage holds most; of a stage without layers or head there is none."""
     moments = _Step(shape, layout, stage, params).moments()
     return max(moments, key=lambda moment: moment.total, default=Moment(0.0, 0.0, 0.0))
+
+
+def gradients_come_late(layout: Layout) -> bool:
+    """Whether a rank's own gradients are not there from a step's beginning, or its first micro-batch, on: they come to
+    be in the one backward pass of a step, but in DDP's buckets, which stay; and in a pipeline at its end, when FSDP
+    cuts the sums of whole ones, which are buffers."""
+    if layout.method != "full" or layout.engine != "torch":
+        return False
+    return layout.pipeline > 1 or (
+        layout.num_micro_batches == 1 and not (_is_uncut(layout) and layout.data_parallel > 1)
+    )
+
+
+def _is_uncut(layout: Layout) -> bool:
+    """Each rank has all weights as they are."""
+    return layout.tensor * layout.pipeline * layout.context * layout.expert == 1 and layout.zero_stage != 3
 
 
 class _Step:
@@ -62,8 +78,8 @@ class _Step:
         self._is_later = is_later
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight
-        self._is_tied = shape.tied_embeddings and stage.embedding
-        matrices = stage.embedding + (stage.head and not self._is_tied)
+        matrices = num_vocabulary_matrices(shape, layout, stage)
+        self._is_tied = shape.tied_embeddings and matrices == 1
         self._root = vocabulary * matrices + shape.learned_positions * shape.hidden * stage.embedding
         self._layer = max(params.total - self._root, 0.0) / max(stage.layers, 1)
         self._routed_layers = round(stage.layers * shape.moe_layers / shape.layers)
@@ -76,6 +92,7 @@ class _Step:
             self._layer = (shape.mixing_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
         self._stage_params, self._params = params, params.total
         self._passes = stage.layers * stage.in_flight
+        self._is_replicated = _is_uncut(layout)
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
         self._units = self._taken_apart()
 
@@ -106,12 +123,6 @@ class _Step:
             copied=self._experts if cuts_experts_inside(shape, layout) else 0.0,
         )
 
-    @property
-    def _is_replicated(self) -> bool:
-        layout = self._layout
-        split = layout.tensor * layout.pipeline * layout.context * layout.expert
-        return split == 1 and layout.zero_stage != 3
-
     def moments(self) -> Iterator[Moment]:
         """All that can be the worst."""
         yield from self._moments()
@@ -125,6 +136,7 @@ class _Step:
             yield from self._from_loss() if self._is_later else self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
+        yield from self._in_two_passes()
         if self._layout.method != "full" and self._layout.pipeline == 1:
             yield from self._in_forward()
         for number in self._units.dearest:
@@ -143,19 +155,22 @@ class _Step:
         return self._experts + self._rest if number < self._routed_layers else self._layer
 
     def _own_gradients(self, num_layers: float) -> float:
-        """This rank's part of the gradients of so many layers, where they are not there from micro-batches before."""
+        """This rank's part of the gradients of the last so many layers, where they come late; in one process of the
+        head, too, unless that is tied."""
         layout = self._layout
         if not self._makes_gradients_once:
             return 0.0
         routed = min(num_layers, self._routed_layers)
         dense = routed * self._rest + (num_layers - routed) * self._layer
-        return 4 * (routed * self._experts / layout.expert_shard_degree + dense / layout.shard_degree)
+        if not self._is_sharded:
+            dense += self._layers.head_weight * (self._stage.head and not self._is_tied)
+        each = max(4, self._layers.element)
+        return each * (routed * self._experts / layout.expert_shard_degree + dense / layout.shard_degree)
 
     @property
     def _makes_gradients_once(self) -> bool:
         """A rank's own gradients come to be in the one backward pass of a step."""
-        layout = self._layout
-        return layout.num_micro_batches == 1 and layout.pipeline == 1 and self._is_sharded and layout.method == "full"
+        return gradients_come_late(self._layout) and self._layout.pipeline == 1
 
     def _ends(self) -> float:
         """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass; and its mask."""
@@ -173,7 +188,7 @@ class _Step:
     def _at_loss(self) -> Iterator[Moment]:
         """The last micro-batch in flight has just gone through the head."""
         layers = self._layers
-        held = self._kept_in_all() + self._ends() + layers.final_norm_bytes + self._made_apart()
+        held = self._kept_in_all() + self._ends() + layers.final_norm_bytes
         # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
         gathered = self._units.after_forward + (self._last_gathered() if layers.loss_is_in_head else 0.0)
         is_again, cast = self._layout.recompute != "none", None
@@ -203,8 +218,9 @@ class _Step:
         """Of adapters, whose backward pass makes next to no gradients: a unit that is put together beside what the one
         before it was gathered into, and its last layer's feed-forward block, where QLoRA reads its widest weight."""
         layers, units = self._layers, self._units
+        mask = layers.given_mask_bytes * (self._layout.recompute == "none")
         for number in units.dearest_in_forward:
-            before = self._kept_before(number)
+            before = self._kept_before(number) + mask
             yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)))
             held, gathered = before + 2 * layers.whole_hidden_bytes, self._weights(units.running(number))
             if number < self._routed_layers:
@@ -234,7 +250,7 @@ class _Step:
         after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
         after_block += layers.product_bytes if self._shape.gated_mlp else above - layers.input_bytes
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
-        if not self._layout.flash_attention:
+        if layers.score_gradient_bytes:
             in_scores = left + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         yield from self._in_norms(number, left, mlp)
@@ -316,8 +332,12 @@ class _Step:
         yield self._moment(others + in_block, self._weights_and_gradients(number, made, before), made, gradients)
         if layers.is_autocast and not layers.is_frozen and not self._shape.batches_experts:
             # The gradient of the weight that reads them is widened to its own type.
-            yield Moment(others + left + beside + layers.rows_bytes + above, 0.0, self._widening_experts(number))
-        if not self._layout.flash_attention:
+            if self._makes_gradients_once:
+                gradients += 4 * self._experts
+            yield Moment(
+                others + left + beside + layers.rows_bytes + above, 0.0, self._widening_experts(number), gradients
+            )
+        if layers.score_gradient_bytes:
             in_scores = left + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, made, before), made, gradients)
         yield from self._in_norms(number, left, made)
@@ -327,6 +347,8 @@ class _Step:
         layers = self._layers
         if self._shape.batches_experts:
             return 2 * layers.rows_bytes
+        if layers.is_spread:
+            return SPREAD_WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
         found = WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
         if layers.residual_element > layers.element and self._layout.recompute != "none":
             # What the experts read is there as it was chosen, before autocast narrowed it, until they return.
@@ -384,7 +406,7 @@ class _Step:
         there = whole if self._layout.recompute == "none" else left
         gathered, weights = self._gathering(), self._experts * element
         yield Moment(others + there + above + shared, 0.0, units + before + gathered, gradients)
-        weighing = SPREAD_WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
+        weighing = self._weighing()
         weighing += layers.hidden * 4 * (layers.weighed_element > element)
         yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
         rows = layers.rows_bytes / self._layout.tensor
@@ -397,7 +419,7 @@ class _Step:
         norms = layers.split_hidden * self._norm_bytes() + above
         after_norm = left - layers.mlp_norm_output_bytes + norms
         yield Moment(others + after_norm, 0.0, units + sent + self._rest * element, gradients)
-        if not self._layout.flash_attention:
+        if layers.score_gradient_bytes:
             in_scores = left - layers.mlp_norm_output_bytes + above + layers.score_gradient_bytes
             yield Moment(others + in_scores, 0.0, units + sent + self._rest * element, gradients)
 
@@ -420,8 +442,8 @@ class _Step:
         return each * self._experts
 
     def _at_reduction(self, number: int) -> Iterator[Moment]:
-        """All of a unit's gradients, and what they are copied into to be sent, when its weights are gone. Beside those of
-        one as large that are on their way until then their making is worse; but a unit may be the only one."""
+        """All of a unit's gradients, and what they are copied into to be sent, when its weights are gone. To make them
+        is worse beside as many that are on their way until then; but a unit may be the only one."""
         layers, units, layout = self._layers, self._units, self._layout
         first, end = units.bounds(number)
         if layout.pipeline > 1 or layout.method != "full" or not self._is_sharded or number != end - 1:
@@ -447,25 +469,43 @@ class _Step:
         yield self._moment(others + first, self._weights_and_gradients(number, unit, before), unit, gradients)
 
     def _moment(self, activations: float, buffers: float, made: float, gradients: float) -> Moment:
-        """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards."""
+        """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards, and
+        in one process they are the rank's own."""
         if self._layout.pipeline > 1 and self._layout.method == "full":
-            activations += self._made_apart() or made * self._layers.element
+            activations += made * self._layers.element * (self._layout.schedule != "zero_bubble")
+        if self._makes_gradients_once and not self._is_sharded:
+            gradients += made * max(4, self._layers.element)
         return Moment(activations, 0.0, buffers + self._received(), gradients)
 
-    def _made_apart(self) -> float:
-        """zero_bubble makes the gradients of a stage, of a rank's two, in a pass of their own."""
-        return self._params / 2 * self._layers.element * (self._layout.schedule == "zero_bubble")
+    def _in_two_passes(self) -> Iterator[Moment]:
+        """zero_bubble: one of a rank's two stages has given its inputs' gradients, and keeps for its weights' all that
+        it kept, and what came to each product (thin gates have let go of what they read); then these are made."""
+        layers, layout = self._layers, self._layout
+        if layout.schedule != "zero_bubble" or layout.method != "full":
+            return
+        num_layers, held = self._stage.layers / 2, self._kept_in_all() + self._ends()
+        came = layers.product_gradient_bytes - 2 * layers.product_bytes * layers.has_thin_gates
+        buffers = self._weights(0.0) + self._received()
+        norm = layers.split_hidden * self._norm_bytes() + self._above()
+        yield Moment(held + num_layers * came + norm, 0.0, buffers)
+        made = self._params / 2 * layers.element
+        yield Moment(held - num_layers * layers.kept_bytes + made, 0.0, buffers)
 
     def _at_end(self) -> Iterator[Moment]:
         """The embedding's gradient, and the reduction of the vocabulary's matrices."""
         layout, element = self._layout, self._layers.element
-        if layout.pipeline > 1 or layout.method != "full":
+        if layout.method != "full":
+            return
+        if layout.pipeline > 1:
+            # All sums, of which the ends' are copied to be sent.
+            yield Moment(0.0, 0.0, self._weights(0.0) + self._root * max(4, element))
             return
         is_tied = self._is_tied and self._stage.head
         if not self._is_sharded:
             if is_tied and self._is_replicated and layout.engine == "torch":
                 # Of either end, and their sum, in the weight's own type.
-                yield Moment(self._layers.input_bytes, 0.0, 3 * self._root * max(4, element))
+                gradients = self._own_gradients(self._stage.layers)
+                yield Moment(self._layers.input_bytes, 0.0, 3 * self._root * max(4, element), gradients)
             return
         gradients = self._own_gradients(self._stage.layers)
         wide = 4 if element < 4 else element
@@ -525,8 +565,11 @@ class _Step:
         if not self._is_sharded:
             return 0.0
         if layout.pipeline > 1:
-            has_sums = is_trained and not self._is_first_back
-            return self._params * (layers.element + (max(4, layers.element) if has_sums else 0))
+            # Gathered once for all micro-batches; of one rank they are copied, too.
+            whole = self._root * layers.element + (self._params - self._root) * layers.weight_element
+            if not is_trained:
+                return whole + self._adapters(self._stage.layers, has_head=self._stage.head) * layers.element
+            return whole + self._params * max(4, layers.element) * (not self._is_first_back)
         return self._root * layers.element + gathered * layers.weight_element
 
     def _adapters(self, num_layers: int, *, has_head: bool) -> float:
@@ -537,8 +580,10 @@ class _Step:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
         way, and the head's."""
         layers, layout = self._layers, self._layout
-        # Of layers that are computed again, autocast has forgotten all but the one.
-        cast = self._whole(number) if layout.recompute != "none" else None
+        # Of layers that are computed again, autocast has forgotten all but the one; else those that have gone back.
+        cast = self._whole(number)
+        if layout.recompute == "none":
+            cast = self._params - self._root - sum(self._whole(done) for done in range(number))
         found = self._weights(self._units.in_backward(number), cast)
         head = layers.head_weight * self._stage.head
         if layout.method != "full":

@@ -8,12 +8,11 @@ sequence, micro-batches, recomputation, loss, and a layout of up to 16 ranks, of
 
 - parameters, gradients and optimizer together are within `STATE_LIMIT` of the trace;
 - activations and buffers together are within `MOVING_LIMIT`;
-- all of it together is within `WHOLE_LIMIT`.
+- all that is there at the peak is within `WHOLE_LIMIT`.
 
-Where a step's gradients come to be in its one backward pass, moments with many of them and moments with many
-activations are nearly as dear, and the peak of either side may be the other's: what moves is then allowed to be off by
-as much as the gradients that were not there yet at the trace's peak, as long as the whole agrees. Of DeepSpeed's jobs
-activations alone are traced. `LEAST_BYTES` is what nobody plans by.
+Where gradients come late (in a step's one backward pass, or at a pipeline's end), moments with many of them and moments
+with many activations may be as dear, and the peak of either side the other's: those that are there then move, too. Of
+DeepSpeed's jobs activations alone are traced. `LEAST_BYTES` is what nobody plans by.
 
 The exit code is 0 when all of it held. `--first-seed N --seeds 1` plays one again.
 """
@@ -33,7 +32,7 @@ from trainer.dry_run.trace import trace
 from trainer_testing.seeds import Seed, command, refused_lines
 
 from memory_agreement.draws import Drawn, draw
-from trainyard.cli.dry_running import STATE, compared, planned_bytes
+from trainyard.cli.dry_running import STATE, compared, planned_bytes, planned_memory
 from trainyard.errors import TrainyardError
 from trainyard.planner import resolve
 
@@ -53,7 +52,9 @@ class Played(Seed):
     traced: dict[str, int | None] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
     gradients_at_peak: int | None = None
-    """Of the trace's peak; `traced` has them at their most."""
+    """At the trace's peak; `traced` has them at their most."""
+    planned_gradients_at_peak: int = 0
+    """The same of the formulas."""
     phase: str = ""
 
     @property
@@ -66,9 +67,29 @@ class Played(Seed):
 
     @property
     def moving(self) -> tuple[int, int]:
-        """By trace and by formulas: activations and buffers; without buffers where they are not traced."""
+        """By trace and by formulas: activations and buffers, and gradients that come late and are there; without
+        buffers where they are not traced."""
         names = [name for name in ("activations", "buffers") if self.traced[name] is not None]
-        return sum(self.traced[name] or 0 for name in names), sum(self.planned[name] for name in names)
+        traced, planned = sum(self.traced[name] or 0 for name in names), sum(self.planned[name] for name in names)
+        return (traced + self._gradients[0], planned + self._gradients[1]) if self._comes_late else (traced, planned)
+
+    @property
+    def whole(self) -> tuple[int, int] | None:
+        """By trace and by formulas: all that is there at the peak; None: not traced."""
+        if self.state is None:
+            return None
+        (traced, planned), gradients = self.moving, (0, 0) if self._comes_late else self._gradients
+        kept = [sum(side[name] or 0 for name in ("parameters", "optimizer")) for side in (self.traced, self.planned)]
+        return kept[0] + gradients[0] + traced, kept[1] + gradients[1] + planned
+
+    @property
+    def _gradients(self) -> tuple[int, int]:
+        return min(self.gradients_at_peak or 0, self.traced["gradients"] or 0), self.planned_gradients_at_peak
+
+    @property
+    def _comes_late(self) -> bool:
+        at_most = self.traced["gradients"], self.planned["gradients"]
+        return None not in at_most and self._gradients != at_most
 
 
 def play(drawn: Drawn) -> Played:
@@ -83,12 +104,13 @@ def play(drawn: Drawn) -> Played:
     except TrainyardError as error:
         told.problems = [f"not traced: {error}"]
         return told
-    planned = planned_bytes(drawn.job, resolved, drawn.rank)
-    assert planned is not None
+    planned, use = (ask(drawn.job, resolved, drawn.rank) for ask in (planned_bytes, planned_memory))  # type: ignore[operator]
+    assert planned is not None and use is not None
     traced = compared(found)
     told.traced = {name: traced[name] for name in (*STATE, "activations", "buffers")}
     told.planned = {name: round(value) for name, value in planned.items()}
     told.gradients_at_peak, told.phase = found["memory_bytes"]["gradients"], found["peak_phase"]
+    told.planned_gradients_at_peak = round(use.at_peak["gradients"])
     told.problems = problems(told)
     told.seconds = round(time.monotonic() - started, 1)
     return told
@@ -99,25 +121,15 @@ def problems(played: Played) -> list[str]:
     found = []
     if played.state is not None and _is_off(*played.state, STATE_LIMIT):
         found.append(_line("state", *played.state))
-    (traced, planned), late = played.moving, 0
-    if played.state is not None:
-        late = max((played.traced["gradients"] or 0) - (played.gradients_at_peak or 0), 0)
-        whole = played.state[0] + traced, played.state[1] + planned
-        # What is there at the peak is never more than what is there of each kind at its most.
-        if _is_off(*whole, WHOLE_LIMIT) and not _lies_between(whole[0] - late, *whole):
-            found.append(_line("whole", *whole))
-    # A rank whose gradients come late may be at its peak with many of them, or with none: the whole tells.
-    if abs(planned - traced) > max(MOVING_LIMIT * traced, LEAST_BYTES) + late:
-        found.append(_line("moving", traced, planned))
+    if played.whole is not None and _is_off(*played.whole, WHOLE_LIMIT):
+        found.append(_line("whole", *played.whole))
+    if _is_off(*played.moving, MOVING_LIMIT):
+        found.append(_line("moving", *played.moving))
     return found
 
 
 def _is_off(traced: int, planned: int, limit: float) -> bool:
     return abs(planned - traced) > max(limit * traced, LEAST_BYTES)
-
-
-def _lies_between(at_peak: int, at_most: int, planned: int) -> bool:
-    return at_peak * (1 - WHOLE_LIMIT) <= planned <= at_most * (1 + WHOLE_LIMIT)
 
 
 def _line(what: str, traced: int, planned: int) -> str:
@@ -132,7 +144,10 @@ def parts(played: Played) -> str:
         traced = played.traced[name]
         words = "-" if traced is None else f"{traced / _MIB:,.0f}"
         cells.append(f"{name} {words}, {planned / _MIB:,.0f}")
-    late = "" if played.gradients_at_peak is None else f", gradients then {played.gradients_at_peak / _MIB:,.0f}"
+    late = ""
+    if played.gradients_at_peak is not None:
+        at_peak = played.gradients_at_peak, played.planned_gradients_at_peak
+        late = f", gradients then {', '.join(f'{value / _MIB:,.0f}' for value in at_peak)}"
     return "; ".join(cells) + f" MiB; peak in {played.phase}{late}"
 
 

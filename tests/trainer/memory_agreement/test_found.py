@@ -3,7 +3,10 @@
 from typing import Any
 
 import pytest
-from trainer_testing.agreement import agreement
+from trainer_testing.agreement import agreement, dry_run_cases
+
+from memory_agreement.campaign import Played, play
+from memory_agreement.draws import Drawn
 
 SMALL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -401,3 +404,113 @@ def test_the_gradients_of_a_models_one_unit_are_copied_when_they_are_sent() -> N
     model, training = LARGE_LAYERS | {"num_hidden_layers": 4}, {"activation_checkpointing": "full"}
     planned, traced = _moving(agreement(model, layout, sequence_length=256, global_batch_size=16, **training))
     assert planned == pytest.approx(traced, rel=0.03)
+
+
+def test_keys_of_latent_attention_are_there_from_all_ranks_of_a_context() -> None:
+    """A fifteenth of what moves: they were planned as this rank's own."""
+    sizes = {
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    experts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 512}
+    model = SMALL | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2} | sizes
+    layout, training = {"data_shard": 2, "context": 4}, {"micro_batch_size": 2, "loss": "chunked"}
+    model |= experts | {"num_key_value_heads": 8, "vocab_size": 4000}
+    planned, traced = _moving(agreement(model, layout, **training, global_batch_size=8))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+LAST_OF_TWO = {"pipeline": 2, "pipeline_schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "rank", "training"),
+    [
+        # The loss, before there is a gradient, or the update, which has all of them.
+        (FEW_TOKENS, {}, 0, {"optimizer": {"kind": "muon"}, "global_batch_size": 1}),
+        (FEW_TOKENS, {"data_shard": 8}, 5, {"optimizer": {"kind": "sgd"}, "global_batch_size": 8}),
+        # Both ends' gradients of a tied matrix, before they are the rank's own.
+        (FEW_TOKENS | {"tie_word_embeddings": True}, {}, 0, {"global_batch_size": 1, "sequence_length": 512}),
+        # Experts' gradients, widened.
+        pytest.param(SMALL | MIXTRAL, {}, 0, {"global_batch_size": 1, "sequence_length": 512}, marks=pytest.mark.slow),
+        # A pipeline's sums of whole gradients, which are cut at its end.
+        (FEW_TOKENS, LAST_OF_TWO, 1, {"global_batch_size": 2, "sequence_length": 512}),
+    ],
+    ids=["one-process", "fsdp", "tied", "experts", "pipeline"],
+)
+def test_gradients_that_come_late_are_not_beside_the_loss(
+    model: dict[str, Any], layout: dict[str, Any], rank: int, training: dict[str, Any]
+) -> None:
+    """Up to a quarter too much was planned: the worst moment, and beside it gradients that come to be after it."""
+    told = _played(model, layout, rank, **training)
+    assert told.whole is not None and told.problems == []
+    assert told.whole[1] == pytest.approx(told.whole[0], rel=0.03)
+
+
+def _played(
+    model: dict[str, Any],
+    layout: dict[str, Any],
+    rank: int,
+    *,
+    sequence_length: int = 2048,
+    document_masks: bool = False,
+    adapter: str | None = None,
+    **training: Any,
+) -> Played:
+    """That rank of few layers, traced and reckoned."""
+    cases, training = dry_run_cases(), {"micro_batch_size": 1} | training
+    if adapter is None:
+        job = cases.few_layers(layout, model, **training)
+    else:
+        job = cases.adapted(layout, adapter, model, **training)
+    data = job.data.model_copy(update={"sequence_length": sequence_length, "document_masks": document_masks})
+    return play(Drawn(0, "", job.model_copy(update={"data": data}), rank))
+
+
+FOUR_LAYERS = SMALL | {"num_hidden_layers": 4, "vocab_size": 32000}
+IN_V = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
+QWEN3_MOE = (
+    FOUR_LAYERS
+    | {"model_type": "qwen3_moe", "num_key_value_heads": 8, "head_dim": 64}
+    | {**{"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256}}
+)
+
+
+MASKED = {"pipeline": 2, "tensor": 2, "pipeline_schedule": "gpipe"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "rank", "more"),
+    [
+        # What one stage keeps until its weights' pass; the trainer adds their gradients to the sums after it.
+        (FOUR_LAYERS, IN_V, 1, {"global_batch_size": 4}),
+        # Each micro-batch has a mask of its own, once; experts on two ranks.
+        (QWEN3_MOE, MASKED, 0, {"global_batch_size": 2, "document_masks": True, "sequence_length": 8192}),
+        # What is gathered for the whole step is four bits a weight.
+        pytest.param(
+            SMALL,
+            LAST_OF_TWO,
+            0,
+            {"global_batch_size": 2, "adapter": "qlora", "sequence_length": 256},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["two-passes", "masks", "four-bits"],
+)
+def test_pipelines_that_fsdp_doesnt_cut(
+    model: dict[str, Any], layout: dict[str, Any], rank: int, more: dict[str, Any]
+) -> None:
+    """Planned was up to a fifth more or less than moves."""
+    traced, planned = _played(model, layout, rank, **more).moving
+    assert planned == pytest.approx(traced, rel=0.04)
+
+
+@pytest.mark.parametrize(("layout", "rank"), [(LAST_OF_TWO, 1), (IN_V, 0)], ids=["1f1b", "zero_bubble"])
+def test_a_tied_matrix_is_there_on_both_of_a_pipelines_stages(layout: dict[str, Any], rank: int) -> None:
+    """A trace had the last one's twice, and a plan one on the rank that has both."""
+    told = _played(FOUR_LAYERS | {"tie_word_embeddings": True}, layout, rank, global_batch_size=2, sequence_length=64)
+    assert told.state is not None
+    assert told.state[1] == pytest.approx(told.state[0], rel=0.001)

@@ -32,6 +32,18 @@ from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import separates_documents
 
+
+class NoValues(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch
+    """The mode whose tensors have no values. A copy of a module is of the same one: a tied head on a pipeline's last
+    stage, copied in a mode of its own, was there a second time when it was gathered."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __deepcopy__(self, _: Any) -> "NoValues":
+        return self
+
+
 _LAYOUTS_WITH_MESH = ("data_shard", "tensor", "pipeline", "context", "expert")
 
 

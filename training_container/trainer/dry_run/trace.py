@@ -9,12 +9,11 @@ from typing import Any
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 
 from trainer.dry_run.batches import made_up, tensors_of
-from trainer.dry_run.building import alone_as, build, shortened
+from trainer.dry_run.building import NoValues, alone_as, build, shortened
 from trainer.dry_run.kernels import as_on_gpus
 from trainer.dry_run.ledger import CATEGORIES, Ledger
 from trainer.dry_run.messages import Kind, Messages
@@ -108,7 +107,7 @@ def _one_step(job: ResolvedJob, runtime: Runtime) -> Step:
 
 
 def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = NoValues()
     built = build(job, runtime, mode)
     strategy = built.strategy
     ledger, messages, work = Ledger(), Messages(job.parallelism), Work()

@@ -206,6 +206,19 @@ def _prefetch(units: Sequence[nn.Module], depth: int) -> None:
         module.set_modules_to_backward_prefetch(modules[max(0, number - depth) : number][::-1])
 
 
+def add_up_gradients(root: nn.Module) -> None:
+    """Adds whole gradients that a pass has left beside their sums to these, which have the type of the reduction.
+
+    FSDP does so at the end of a pass that gives gradients of inputs. Of one for weights alone it waits for the next
+    such pass: a stage's gradients stand beside the sums until then, and a second one's are added to them as they are.
+    """
+    for module in root.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def reshard(root: nn.Module) -> None:
     """Shards again what a forward pass alone left gathered: a gathered parameter is not the one the optimizer has."""
     for module in root.modules():

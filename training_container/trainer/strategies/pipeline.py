@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from trainer.losses.head import ScoringHead
 from trainer.strategies.base import Clock
+from trainer.strategies.fsdp import add_up_gradients
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.support import TWO_STAGES
 
@@ -216,7 +217,9 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """The weights' part of a micro-batch's backward pass (zero_bubble)."""
         with self.clock("backward"):
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            result = super().backward_weight_one_chunk(*args, **kwargs)
+            add_up_gradients(self.submod)
+        return result
 
 
 _ROOM = "room"
