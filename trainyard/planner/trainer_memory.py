@@ -311,7 +311,7 @@ class _Step:
         whole = layers.whole_routed_bytes
         yield from self._being_gathered(number, others, above, gradients)
         # Batched experts' results are added up as they are: their gradient, and that of their product.
-        weighing = self._weighing()
+        weighing = self._weighing() + self._beside_both_halves()
         yield self._moment(
             others + whole + above + weighing,
             self._weights_and_gradients(number, 0.0, before),
@@ -355,6 +355,14 @@ class _Step:
             chosen = layers.rows_bytes * layers.residual_element / layers.element
             found = max(found, 2 * layers.weighed_bytes + chosen)
         return found
+
+    def _beside_both_halves(self) -> float:
+        """Parallel residuals under autocast: a layer is made again when its sum has given each half a gradient in that
+        half's type, the experts' in float32 too; beside what the norm gave in float32 and what attention gave."""
+        layers = self._layers
+        is_there = self._shape.parallel_residual and layers.is_autocast and self._layout.recompute != "none"
+        wide = layers.residual_element
+        return layers.hidden * (2 * wide + 3 * layers.element) * is_there
 
     def _widening_experts(self, number: int) -> float:
         """Under autocast, of the experts' wider weight its gradient as the product gave it and in float32, beside what

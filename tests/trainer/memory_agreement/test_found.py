@@ -271,6 +271,14 @@ DDP = {"data_replicate": 8}
         ),
         # What experts read, before it was narrowed.
         pytest.param(WEIGHED_NARROW, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        # Both halves' gradients, when a layer with parallel residuals is made again.
+        (
+            SMALL
+            | {"model_type": "cohere2_moe", "num_experts": 8, "num_experts_per_tok": 1, "num_shared_experts": 2}
+            | {"moe_intermediate_size": 256, "intermediate_size": 256, "vocab_size": 4000}
+            | {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16},
+            {"activation_checkpointing": "full"},
+        ),
         # Queries ten times as wide as the hidden state, in float32 where a norm is written out; and the gradient of a
         # tied head, which waits for the embedding's.
         pytest.param(
@@ -279,7 +287,7 @@ DDP = {"data_replicate": 8}
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["widened-experts", "weights-as-read", "chosen-tokens", "rotated-queries"],
+    ids=["widened-experts", "weights-as-read", "chosen-tokens", "both-halves", "rotated-queries"],
 )
 def test_autocasts_float32_tensors_are_counted(model: dict[str, Any], training: dict[str, Any]) -> None:
     """Under plain data parallelism: a tenth to a quarter of what moves."""
