@@ -284,3 +284,10 @@ def test_the_chunked_loss_of_fp16_makes_its_gradients_in_fp32() -> None:
     assert fp16.loss_is_in_head
     assert fp16.loss_bytes - bf16.loss_bytes == 2 * weight + 2 * tokens * SHAPE.hidden
     assert fp16._head_gradient_bytes(is_one=True) - bf16._head_gradient_bytes(is_one=True) == 4 * weight
+
+
+def test_a_mask_is_kept_beside_what_kernels_read_in_its_place_where_layers_are_given_it_once_more() -> None:
+    layouts = (Layout(library="trainyard", masks="always", recompute=again) for again in ("none", "full"))
+    none, full = (TrainerLayers(SHAPE, layout).mask_bytes for layout in layouts)
+    scores = 2048 * 2048
+    assert (none, full) == (2 * scores, 3 * scores)

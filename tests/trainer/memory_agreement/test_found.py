@@ -466,6 +466,7 @@ def _played(
     sequence_length: int = 2048,
     document_masks: bool = False,
     adapter: str | None = None,
+    targets: tuple[str, ...] = ("q_proj", "v_proj"),
     **training: Any,
 ) -> Played:
     """That rank of few layers, traced and reckoned."""
@@ -474,6 +475,8 @@ def _played(
         job = cases.few_layers(layout, model, **training)
     else:
         job = cases.adapted(layout, adapter, model, **training)
+        adapts = job.model.adapter.model_copy(update={"targets": targets})
+        job = job.model_copy(update={"model": job.model.model_copy(update={"adapter": adapts})})
     data = job.data.model_copy(update={"sequence_length": sequence_length, "document_masks": document_masks})
     return play(Drawn(0, "", job.model_copy(update={"data": data}), rank))
 
@@ -497,6 +500,13 @@ MASKED = {"pipeline": 2, "tensor": 2, "pipeline_schedule": "gpipe"}
         (FOUR_LAYERS, IN_V, 1, {"global_batch_size": 4}),
         # Each micro-batch has a mask of its own, once; experts on two ranks.
         (QWEN3_MOE, MASKED, 0, {"global_batch_size": 2, "document_masks": True, "sequence_length": 8192}),
+        # Nothing adapted is before the first layer's feed-forward block.
+        (
+            FOUR_LAYERS | {"model_type": "gpt_neox", "num_key_value_heads": 8, "use_parallel_residual": True},
+            LAST_OF_TWO,
+            0,
+            {"global_batch_size": 2, "adapter": "lora", "targets": ("query_key_value",)},
+        ),
         # What is gathered for the whole step is four bits a weight.
         pytest.param(
             SMALL,
@@ -506,7 +516,7 @@ MASKED = {"pipeline": 2, "tensor": 2, "pipeline_schedule": "gpipe"}
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["two-passes", "masks", "four-bits"],
+    ids=["two-passes", "masks", "unreached", "four-bits"],
 )
 def test_pipelines_that_fsdp_doesnt_cut(
     model: dict[str, Any], layout: dict[str, Any], rank: int, more: dict[str, Any]
