@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from trainer import collective_names, lean_imports
 from trainer.models.build import AllButKept, _uncounted
 from trainer.strategies.deepspeed_import import load_deepspeed
-from transformers import GPT2Config
+from transformers import GPT2Config, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 pytestmark = pytest.mark.slow
 
@@ -218,6 +219,19 @@ def test_transformers_sees_packed_documents_in_micro_batches_of_one_alone() -> N
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     assert _is_packed_sequence(positions, batch_size=1)
     assert not _is_packed_sequence(positions.expand(2, -1), batch_size=2)
+
+
+def test_mixtrals_noise_changes_what_a_hook_around_the_backward_pass_lets_nobody_change() -> None:
+    """Met by models/routers.py, `copy_noisy_inputs`: DeepSpeed's stage 3 has such hooks on every module."""
+    config = MixtralConfig(
+        hidden_size=8, intermediate_size=8, num_local_experts=2, num_experts_per_tok=1, router_jitter_noise=0.1
+    )
+    block = MixtralSparseMoeBlock(config)
+    hidden = torch.ones(1, 2, 8, requires_grad=True)
+    block(hidden * 1.0)
+    block.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        block(hidden * 1.0)
 
 
 def test_deepspeed_compiles_a_collective_at_start_up_unless_it_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,11 @@
 """Which layers choose experts: in fewer bits than the job computes in they would send tokens elsewhere. And which of
 them draw random numbers to do so."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
 
 _NAMES = frozenset({"gate", "router", "shared_expert_gate"})
@@ -26,3 +31,18 @@ def noise_told(model: nn.Module) -> str | None:
         f"{', '.join(f'{size:g}' for size in sorted(sizes))}, drawn by each rank for its own tokens: losses are those"
         " of one process but for the draw; router_jitter_noise: 0 in the model's configuration turns it off"
     )
+
+
+def copy_noisy_inputs(model: nn.Module) -> None:
+    """Has Mixtral's blocks, and those that are made like them, multiply a copy of their input by noise, not the input.
+
+    DeepSpeed's hooks for stage 3 are torch's around a module's backward pass, which make that input a view that nobody
+    may change. (Where a router changes its own input, its experts see it too: a copy would spare them the noise.)
+    """
+    for module in model.modules():
+        if getattr(module, "jitter_noise", 0.0) > 0:
+            module.forward = partial(_of_a_copy, module.forward)
+
+
+def _of_a_copy(forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+    return forward(hidden.clone())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from trainer.models.configuration import configuration_of
 from trainer.strategies import nvme_offload
 from trainer.strategies.deepspeed_import import load_deepspeed
 from trainyard.errors import InputError
@@ -16,6 +17,9 @@ from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
 MAX_BUCKET_ELEMENTS = 100_000_000
 """Elements reduced or gathered at once; DeepSpeed's default of 5e8 allocates 2 GB a rank for the smallest model."""
+
+_NOISE_IN_ROUTERS = ("input_jitter_noise", "moe_jitter_eps")
+"""By which PhiMoE's and DBRX's routers multiply their own input, for the experts too."""
 
 MAX_LIVE_ELEMENTS = 1_000_000_000
 
@@ -35,6 +39,20 @@ def check(job: ResolvedJob, *, device_type: str) -> None:
         nvme_offload.check()
     if job.spec.training.precision == "fp16" and device_type == "cpu":
         raise InputError("training.precision: DeepSpeed has no fp16 on this CPU; use fp32 or bf16, or engine: torch")
+    if layout.zero_stage == 3 and job.spec.task == "causal_lm":
+        _check_noise(job)
+
+
+def _check_noise(job: ResolvedJob) -> None:
+    """Stage 3's hooks make a router's input a view, which nobody may change."""
+    config = configuration_of(job)
+    for part, where in ((config, ""), (getattr(config, "ffn_config", None), "ffn_config.")):
+        for name in _NOISE_IN_ROUTERS:
+            if (noise := getattr(part, name, None)) is not None and noise > 0:
+                raise InputError(
+                    f"parallelism.zero_stage: 3: model.config.{where}{name}: {noise:g} is not implemented with it, as"
+                    " DeepSpeed lets no router change its input; set it to 0, or use zero_stage 2 or data_shard"
+                )
 
 
 def configuration(

@@ -23,6 +23,7 @@ from trainer.losses.head import choices_of, plan_loss
 from trainer.losses.head import install as install_loss_head
 from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill, fill_parameters, source_of
+from trainer.models.routers import copy_noisy_inputs
 from trainer.optimizers.build import (
     build_adamw,
     clip_factor,
@@ -361,6 +362,7 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict
     backend = "nccl" if runtime.device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     if config["zero_optimization"]["stage"] == 3:
+        copy_noisy_inputs(model)
         _shard_block_by_block(model, config)
     else:
         model = fill(model, device=runtime.device)
