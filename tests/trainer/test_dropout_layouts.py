@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
-from trainer.models.build import _selective_policy
+from trainer.models.recomputation import _selective_policy
 from trainer_testing.dropout_worker import MARK
 from trainer_testing.families import FAMILIES
 from trainer_testing.pool import run_pooled

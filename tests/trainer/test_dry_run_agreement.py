@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from trainer.dry_run.trace import OF_THE_MODEL, trace
-from trainer.models import build
+from trainer.models import recomputation
 from trainer_testing.agreement import STATIC, dry_run_cases
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, tiny_job
 
@@ -262,7 +262,7 @@ def test_selective_recomputation_keeps_no_blocks_last_product(monkeypatch: pytes
         return int(sum(found["memory_bytes"][name] for name in OF_THE_MODEL))
 
     ours = activations()
-    monkeypatch.setattr(build, "_mark_last_product", lambda _: None)
+    monkeypatch.setattr(recomputation, "_mark_last_product", lambda _: None)
     one_product = 2048 * 4096 * 2
     assert activations() - ours >= 2 * one_product
 

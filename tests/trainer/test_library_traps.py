@@ -30,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from trainer import collective_names, lean_imports
-from trainer.models.build import AllButKept, _uncounted
+from trainer.models.recomputation import AllButKept, _uncounted
 from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -142,7 +142,7 @@ def test_torch_makes_no_causal_bias_inside_a_dispatch_mode() -> None:
 
 
 def test_what_draws_and_is_kept_leaves_other_numbers_to_what_is_computed_again() -> None:
-    """Met by `_drops` of models/build.py, which keeps no attention that drops."""
+    """Met by `_drops` of models/recomputation.py, which keeps no attention that drops."""
     kept = [torch.ops.aten.native_dropout.default]
     numbers = []
 
@@ -162,7 +162,7 @@ def test_what_draws_and_is_kept_leaves_other_numbers_to_what_is_computed_again()
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11, which also runs, counts what is kept alone")
 def test_torch_counts_every_operation_of_what_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Met by `_checkpoint_activations` of models/build.py: FSDP's units inside a block tell a profiler more the second
+    """Met by `AllButKept` of models/recomputation.py: FSDP's units inside a block tell a profiler more the second
     time, and ZeRO-3 gathers in other portions."""
     told = []
 
@@ -182,6 +182,24 @@ def test_torch_counts_every_operation_of_what_it_computes_again(monkeypatch: pyt
         backward()
     monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", AllButKept())
     backward()
+
+
+def test_torch_does_not_notice_that_what_it_keeps_is_changed_through_a_products_view() -> None:
+    """Met by `Keeping` of models/recomputation.py: the second pass begins with what the first ended with."""
+
+    def block(rows: torch.Tensor) -> torch.Tensor:
+        return (rows @ rows).mul_(2.0).sin()
+
+    def gradient(**options: Any) -> torch.Tensor:
+        rows = torch.linspace(0.0, 1.0, 8).view(2, 2, 2).requires_grad_()
+        result = checkpoint(block, rows, use_reentrant=False, **options)
+        assert isinstance(result, torch.Tensor)
+        result.sum().backward()
+        assert rows.grad is not None
+        return rows.grad
+
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.bmm.default])
+    assert not torch.allclose(gradient(context_fn=contexts), gradient())
 
 
 def test_torchs_own_list_is_there_again_whatever_ends_a_pass() -> None:

@@ -4,15 +4,19 @@ Recomputation ends where the last tensor is there that the backward pass asks fo
 it is computed: one whose result nothing keeps, and after which nothing is kept, is not done again.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from trainer.models import float8
 from trainer.models.build import build_model
+from trainer.models.recomputation import _kept_contexts
 from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import save_sources, source_of
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
@@ -101,3 +105,44 @@ def test_the_planner_counts_a_last_product_again_where_torch_computes_it_again(
     shape = shape_from_config(MODELS[family] | changes)
     rank = _Rank(shape, layout, gpu("H100"), Fabric(1, 1.0, 1.0, EFA), DEFAULT_CONSTANTS)
     assert rank._stops_before_last is (name in ONCE)
+
+
+def _scores_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows @ rows.transpose(-1, -2)
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scores": lambda rows, _: _scores_of(rows).div_(2.0).softmax(-1) @ rows,
+    "a bias": lambda rows, weight: (rows @ weight).add_(weight[0]).sin() @ weight,
+    "through a view": lambda rows, weight: (rows @ weight).view(-1).mul_(2.0).view_as(rows).sin() @ weight,
+    "twice": lambda rows, weight: (rows @ weight).add_(1.0).mul_(2.0).sin() @ weight,
+    "of two dimensions": lambda rows, weight: (rows[0, 0] @ weight).add_(weight[0]).sin() @ weight,
+    "into what is given": lambda rows, weight: (
+        torch.mul(kept := rows.detach() @ weight.detach(), 2.0, out=kept).sin() @ weight
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_kept_stays_what_it_was_when_it_is_changed_in_place(name: str) -> None:
+    def gradients(**options: Any) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        shapes = (2, 3, 4, 4), (4, 4)
+        rows, weight = (torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes)
+        if not options:
+            result = IN_PLACE[name](rows, weight)
+        else:
+            result = checkpoint(IN_PLACE[name], rows, weight, **options)
+        result.square().sum().backward()
+        return [torch.zeros(()) if leaf.grad is None else leaf.grad for leaf in (rows, weight)]
+
+    kept = gradients(use_reentrant=False, context_fn=_kept_contexts)
+    assert all(map(torch.equal, gradients(), kept))
+
+
+def test_selective_recomputation_adds_zero_3s_biases_once() -> None:
+    """Which begin as zeros: twice nothing was nothing, in the first step."""
+    job = {"model": FAMILIES["Qwen2"]}
+    one = RunRequest("single", last_step=3, job=job)
+    single, zero = run(1, [one, RunRequest("zero3", last_step=3, job=job | {"activation_checkpointing": "selective"})])
+    assert worst_relative_error(zero, single) < 1e-6

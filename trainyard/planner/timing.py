@@ -257,7 +257,7 @@ class _Rank(Operators):
 
     @property
     def _has_torchs_checkpoints(self) -> bool:
-        """Our own trainer's jobs have them under DeepSpeed too (training_container/trainer/models/build.py)."""
+        """Our own trainer's jobs have them under DeepSpeed too (training_container/trainer/models/recomputation.py)."""
         return self.layout.engine == "torch" or self.layout.library == "trainyard"
 
     @property

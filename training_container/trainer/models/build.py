@@ -1,24 +1,19 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from trainer.models import rotary
 from trainer.models.adapters import add_adapter, check_targets
-from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
+from trainer.models.attention import HALF_TYPES, attach, choose_attention
 from trainer.models.configuration import (
     check_vocabulary,
     configuration_in,
-    one_line,
     refusing,
     size_of,
     states_positions,
@@ -28,6 +23,7 @@ from trainer.models.gates import thin_gates
 from trainer.models.grouped_products import narrow_grouped_products
 from trainer.models.norms import fuse_norms
 from trainer.models.quantized import quantize_blocks
+from trainer.models.recomputation import checkpoint_activations
 from trainer.models.sharded_source import load, refusing_source, to_trained_type
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
@@ -70,7 +66,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
         quantize_blocks(model, transformer_blocks(model))
     narrow_grouped_products()
     if job.activation_checkpointing != "none":
-        _checkpoint_activations(model, job.activation_checkpointing)
+        checkpoint_activations(model, transformer_blocks(model), job.activation_checkpointing)
     return model
 
 
@@ -176,101 +172,3 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         return [block for block in blocks if sum(id(module) in ids for module in block.modules()) == 1]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
-
-
-_KEPT_OPERATIONS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        *varlen_operations(),
-    }
-)
-"""selective: results of matrix products and attention are kept (but for attention that drops), everything cheap is
-recomputed."""
-
-
-def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
-    """full: a block keeps its input alone; selective: also its expensive results. Names of parameters don't change."""
-    kwargs: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        kwargs["context_fn"] = _kept_contexts
-        for block in transformer_blocks(model):
-            _mark_last_product(block)
-    # transformers 5.17 knows the older name alone, of which 5.23 warns.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        enable(kwargs)
-    except ValueError as error:
-        raise InputError(f"training.activation_checkpointing: {mode}: {one_line(error)}; set it to none") from None
-
-
-def _selective_policy(_: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-    is_kept = operation in _KEPT_OPERATIONS and not _in_last_product.get() and not _drops(operation, args, named)
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _drops(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether it draws numbers (a GPU's fused attention with dropout). Kept, it would not draw them again where its
-    block is recomputed, and what the block drops after it would be other elements than in the forward pass: torch puts
-    the generator back once, at the block's beginning."""
-    names = (argument.name for argument in operation._schema.arguments)
-    return float((dict(zip(names, args, strict=False)) | dict(named)).get("dropout_p", 0.0)) > 0.0
-
-
-def _kept_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For a block's first pass, and for the one that computes it again."""
-    first, again = create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
-    return _uncounted(first), _uncounted(again)
-
-
-@contextmanager
-def _uncounted(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """`context`, in which torch counts what is kept alone; its own list is there for all others, and afterwards."""
-    own = torch.utils.checkpoint.SAC_IGNORED_OPS
-    torch.utils.checkpoint.SAC_IGNORED_OPS = AllButKept(own)
-    try:
-        with context:
-            yield
-    finally:
-        torch.utils.checkpoint.SAC_IGNORED_OPS = own
-
-
-class AllButKept(set[Any]):
-    """What torch (2.13) leaves uncounted of a block that is computed again, in place of its own short list.
-
-    It counts every operation of the first pass, whatever becomes of its result, and stops where the second has more of
-    a kind ("encountered during backward but not found"). FSDP's units inside a block, as experts that tensor ranks
-    share, then tell a profiler more, and ZeRO-3 gathers in other portions, while what is kept is the same in both.
-    """
-
-    def __contains__(self, operation: object) -> bool:
-        return operation not in _KEPT_OPERATIONS
-
-
-_in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False)
-"""Whether a block's last product is being computed."""
-
-
-def _mark_last_product(block: nn.Module) -> None:
-    """Where only a sum follows a block's last product, nothing needs its result again, and recomputation ends before
-    it: keeping it would be for nothing, under tensor parallelism whole on each rank. Where something that needs it
-    follows (the norm of Gemma 2 and 3 and OLMo 2), or the last by name is not the last to run, it is computed twice:
-    time for memory, and never another number."""
-    products = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
-    if not products:
-        return
-    tokens: list[Token[bool]] = []
-
-    def enter(*_: Any) -> None:
-        tokens.append(_in_last_product.set(True))
-
-    def leave(*_: Any) -> None:
-        _in_last_product.reset(tokens.pop())
-
-    products[-1].register_forward_pre_hook(enter)
-    products[-1].register_forward_hook(leave, always_call=True)
