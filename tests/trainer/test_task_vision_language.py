@@ -130,6 +130,27 @@ def test_what_is_trained_is_what_the_loss_reaches(config: dict[str, Any], shards
     assert reached == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.parametrize("config", [CLIP_LLAMA, SIGLIP_QWEN])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_bf16_computes_what_no_gradient_reaches_in_the_type_of_what_leads_to_it(
+    config: dict[str, Any], is_frozen: bool, shards: Path, tmp_path: Path
+) -> None:
+    """SigLIP's last norm and head were stored in 16 bits behind layers of 32: torch's CPU kernels take no mixture, and
+    the picture that is tried before the first step went through neither of them, nor from a frozen tower to the rest."""
+    from trainer.models.deferred_weights import fill
+
+    images = {"freeze_vision": is_frozen, "decode_threads": 1}
+    job = resolved(vlm_job(shards, model={"config": config}, images=images, training={"precision": "bf16"}), 1)
+    task = task_of(job)
+    task.check_model(job)
+    model = fill(task.build_model(job, None), device=torch.device("cpu"))
+    data = task.build_data(job, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path)
+    batch = data.train.next_step()[0]
+    data.close()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float(task.loss_sum(model, batch, torch.device("cpu")).detach()) > 0
+
+
 def test_the_loss_is_hugging_faces_own(shards: Path, tmp_path: Path) -> None:
     save_source(tmp_path / "source", shards)
     job = resolved(

@@ -130,11 +130,12 @@ def outlined(
 def try_picture(model: PreTrainedModel, size: int, see: Callable[[PreTrainedModel, torch.Tensor], Any]) -> None:
     """InputError where `see(model, picture)` fails for a new model: that its stages don't fit each other, or the
     picture of `size` pixels a side, nothing else tells before the first step. No number is computed."""
-    picture = torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype, device="meta")
+    # In one type: what is frozen has the one that the job computes in, and no autocast mends that on the meta device.
+    picture = torch.zeros(1, 3, size, size, device="meta")
     if model.config._attn_implementation not in (None, "eager", "sdpa"):
         model.set_attn_implementation("sdpa")  # a GPU's own kernels take no such picture; the sizes are the same
     try:
-        see(model.to("meta").eval(), picture)
+        see(model.to("meta").float().eval(), picture)
     except (RuntimeError, ValueError, IndexError) as error:
         raise InputError(
             f"model.config: a picture of {size} x {size} pixels can't go through such a {model.config.model_type}"

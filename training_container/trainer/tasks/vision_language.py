@@ -291,10 +291,16 @@ class VisionLanguage(Task):
         if job.spec.model.adapter is not None:
             computes_in_half = job.spec.training.precision in HALF_TYPES
             add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed, computes_in_half=computes_in_half)
-        for name, parameter in model.named_parameters():
-            if FREEZABLE in name and (_is_unused(name, model.config) or (job.spec.images or ImageSpec()).freeze_vision):
+        tower = {name: parameter for name, parameter in model.named_parameters() if FREEZABLE in name}
+        if (job.spec.images or ImageSpec()).freeze_vision:
+            for parameter in tower.values():
                 parameter.requires_grad_(False)
-        return finished(model, job)
+        model = finished(model, job)
+        # In the type of those before them, whose output they get: what is frozen earlier is stored in 16 bits.
+        for name, parameter in tower.items():
+            if _is_unused(name, model.config):
+                parameter.requires_grad_(False)
+        return model
 
     def loss_sum(self, forward: nn.Module, batch: VisionLanguageBatch, device: torch.device) -> torch.Tensor:
         """See Task."""
