@@ -135,8 +135,8 @@ def test_what_is_trained_is_what_the_loss_reaches(config: dict[str, Any], shards
 def test_bf16_computes_what_no_gradient_reaches_in_the_type_of_what_leads_to_it(
     config: dict[str, Any], is_frozen: bool, shards: Path, tmp_path: Path
 ) -> None:
-    """SigLIP's last norm and head were stored in 16 bits behind layers of 32: torch's CPU kernels take no mixture, and
-    the picture that is tried before the first step went through neither of them, nor from a frozen tower to the rest."""
+    """SigLIP's last norm and head were stored in 16 bits behind layers of 32: torch's CPU kernels take no mixture, nor
+    did the picture that is tried before the first step go through."""
     from trainer.models.deferred_weights import fill
 
     images = {"freeze_vision": is_frozen, "decode_threads": 1}

@@ -39,7 +39,7 @@ def test_every_way_of_wrapping_equals_one_process() -> None:
 
 
 def test_rotations_in_float32_are_given_to_a_block_as_they_are() -> None:
-    """Cast with the rest to the type of the weights, they were more exact in fp64 than one process, and less in bf16."""
+    """Cast like the rest to the type of the weights they were more exact than one process in fp64, and less in bf16."""
     job = {"model": MODEL | {"model_type": "ernie4_5"}, "precision": "fp64", "document_masks": False}
     one = run(1, [RunRequest("single", last_step=2, job=job)])[0]
     for recompute in ("none", "full"):

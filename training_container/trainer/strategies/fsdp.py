@@ -117,8 +117,8 @@ def shard_weights(
 def _keep_positions(block: nn.Module) -> None:
     """Has a sharded block's rotations as they are given.
 
-    FSDP casts all that a unit is given to the type of its weights. Families that rotate in float32 (OLMo's, Ernie's) leave
-    their rotations in it: in bf16 they would have three digits, where one process and DDP have seven.
+    FSDP casts all that a unit is given to the type of its weights. Families that rotate in float32 (OLMo's, ERNIE's)
+    leave their rotations in it: in bf16 they would have three digits, where one process and DDP have seven.
     """
     given: list[Any] = []
 
