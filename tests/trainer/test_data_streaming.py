@@ -11,12 +11,10 @@ from pathlib import Path
 from time import sleep as pause  # of tests: the readers' own is patched away
 from typing import Any
 
-import boto3
 import numpy as np
 import pyarrow
 import pytest
 from botocore.exceptions import ResponseStreamingError
-from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 from test_data import build, json_tokenizer, resolved, rows_of, source
 from test_data_webdataset import shards
@@ -29,6 +27,7 @@ from trainer.data.token_units import Vocabulary
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.data.webdataset import ShardIndex
 from trainer.tasks import task_of
+from trainer_testing.bucket import BUCKET, bucket_here, upload
 from trainer_testing.image_shards import classified, image_job, write_shards
 
 from trainyard.errors import InputError, JobFailedError
@@ -36,29 +35,12 @@ from trainyard.planner import resolve
 from trainyard.spec.base import parse
 from trainyard.spec.job import DataSource, JobSpec
 
-BUCKET = "acme-data"
-
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
     """An S3 on this machine, and a client for it."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    patch = pytest.MonkeyPatch()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://localhost:{server.get_host_and_port()[1]}"),
-        ("AWS_ACCESS_KEY_ID", "test"),
-        ("AWS_SECRET_ACCESS_KEY", "test"),
-        ("AWS_REGION", "us-east-1"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-        ("AWS_EC2_METADATA_DISABLED", "true"),
-    ):
-        patch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    yield client
-    patch.undo()
-    server.stop()
+    with bucket_here() as client:
+        yield client
 
 
 class Flaky:
@@ -104,13 +86,6 @@ def flaky(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Flaky:
     monkeypatch.setattr(s3_files, "AT_RANDOM_BYTES", 256)
     monkeypatch.setattr(s3_files, "FRONT_TO_BACK_BYTES", 700)
     return client
-
-
-def upload(s3: Any, folder: Path, prefix: str) -> str:
-    """A folder's files below a prefix; its URI."""
-    for path in sorted(folder.iterdir()):
-        s3.upload_file(str(path), BUCKET, f"{prefix}/{path.name}")
-    return f"s3://{BUCKET}/{prefix}"
 
 
 def token_shards(folder: Path) -> Path:

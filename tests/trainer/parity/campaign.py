@@ -3,7 +3,7 @@
     scripts/parity_campaign --seeds 40 --json results.json
 
 The table of `parity.table` holds what somebody thought of. A seed here (`draws`) is a job of what language models are
-mostly trained with (no fp8, nor NVMe): a family with sizes of its own, full or with an adapter, an
+mostly trained with (no NVMe): a family with sizes of its own, full or with an adapter, an
 optimizer, a schedule, packed or not, a router's auxiliary loss; and two layouts of it, of any degrees, micro-batch,
 recomputation, unit sizes and chunks of the loss, some with compiled blocks. What must hold of each:
 
@@ -20,10 +20,10 @@ Muon, norms that begin at zero under Adafactor): one process runs twice, the sec
 three or six ranks in another `OTHER_SCALE`), and layouts may be `OWN_FACTOR` times as far off as it is from itself, but
 never more than `MOST`.
 
-Jobs that are rounded to 16 bits or 8 (bf16, fp16, 8-bit AdamW), or draw numbers in each step (dropout, noise in
-routers), are not compared so: of them only the loss is held against one process, loosely (`ROUGH`). They prove their
-resumes' bits, fp16's loss scale among them, by the engines and by the trainer's own command, which then goes on under
-the first layout.
+Jobs that are rounded to 16 bits or 8 (bf16, fp16, emulated fp8, 8-bit AdamW), or draw numbers in each step (dropout,
+noise in routers), are not compared so: of them only the loss is held against one process, loosely (`ROUGH`). They prove
+their resumes' bits, fp16's loss scale among them, by the engines and by the trainer's own command, which then goes on
+under the first layout.
 
 The exit code is 0 when all of it held. `--first-seed N --seeds 1` plays one again.
 """
@@ -156,7 +156,7 @@ def _play_whole(drawn: Drawn, folder: Path, told: Played) -> None:
     place.mkdir()
     is_of_pictures = isinstance(drawn, DrawnPictures)
     job = whole_pictures(drawn, place) if is_of_pictures else whole_job(drawn, place, folder / "base")
-    told.whole = f"{job.end} at step {job.end_step}: {json.dumps(job.content).replace(str(folder), 'FOLDER')}"
+    told.whole = f"{job.words}: {json.dumps(job.content).replace(str(folder), 'FOLDER')}"
     errors, problems = run_whole(job, place)
     told.problems += problems
     if not drawn.is_exact:
@@ -194,6 +194,7 @@ def _words(drawn: Drawn) -> str:
     }
     parts = {"model": model, "adapter": drawn.adapter, "packed": drawn.is_packed} | drawn.training
     parts |= {"micro-batch": drawn.micro_batch_size, "noisy": drawn.is_noisy, "growth": drawn.growth_steps}
+    parts |= {"in 8 bits": True} if drawn.is_narrow else {}
     parts |= {"attention": drawn.attention, "base": drawn.base and asdict(drawn.base)}
     return f"{drawn.family}: {json.dumps(parts)}"
 

@@ -38,8 +38,11 @@ CHUNKS = (None, 5, 16, 64)
 _CHUNK_NAMES = ("trainer.losses.linear.CHUNK_TOKENS", "trainer.losses.token_loss.CHUNK_TOKENS")
 _COMPILER, _NO_COMPILER = "trainer.strategies.compiled.BACKEND", "aot_eager"
 _SCALING = "trainer.optimizers.loss_scaling"
+_EMULATED = "trainer.models.float8.EMULATE"
 COMPILED_SHARE = 0.2
 """Of the layouts that can be: tracing a family's blocks takes as long as all else of a seed."""
+NARROW_SHARE = 0.6
+"""Of the jobs in bf16 that can be so in one process."""
 _OF_BATCHES = {"sequence_length": SEQUENCE_LENGTH}
 """What `rank_batches` makes; a whole job (`whole_jobs`) has the length that is drawn."""
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble", "zero_bubble")
@@ -117,6 +120,8 @@ class Drawn:
     base: BaseFiles | None = None
     """Of every adapter, and of some models that are trained whole."""
     attention: str = "auto"
+    is_narrow: bool = False
+    """By the engines' runs alone, a job in bf16 multiplies in emulated 8 bits."""
     refused: Counter[str] = field(default_factory=Counter, compare=False)
     """The trainer's lines for layouts that were drawn before these, numbers left out, and how often each came."""
 
@@ -149,7 +154,7 @@ class Drawn:
         """The same process in other parts, which differs from it by roundings alone: a sequence at a time, or where
         micro-batches are not to be changed, a few positions of the loss at a time."""
         if self.micro_batch_size is None:
-            return Layout({}, 1, "none")
+            return Layout({}, 2 if self.is_narrow else 1, "none")
         return Layout({}, self.micro_batch_size, "full", chunk_tokens=7)
 
     def shared(self, source: Path) -> dict[str, Any]:
@@ -171,13 +176,15 @@ class Drawn:
         constants = {} if layout.chunk_tokens is None else dict.fromkeys(_CHUNK_NAMES, layout.chunk_tokens)
         if layout.is_compiled:
             constants |= {_COMPILER: _NO_COMPILER}
+        narrow = {"precision": "fp8"} if self.is_narrow else {}
+        constants |= dict.fromkeys([_EMULATED] * self.is_narrow, True)
         if self.growth_steps is not None:
             constants |= {f"{_SCALING}.INITIAL_SCALE": 2.0 ** (16 + self.growth_steps)}
             constants |= {f"{_SCALING}.GROWTH_INTERVAL_STEPS": self.growth_steps}
         return RunRequest(
             layout.strategy,
             last_step=STEPS,
-            job=layout.job(self.shared(source)) | _OF_BATCHES,
+            job=layout.job(self.shared(source)) | _OF_BATCHES | narrow,
             is_packed=self.is_packed,
             constants=constants,
             **more,
@@ -212,7 +219,20 @@ def draw(seed: int) -> Drawn:
         first = _supported(rng, job, Path(folder), refused)
         second = _supported(rng, job, Path(folder), refused)
         first, second = (_perhaps_compiled(rng, job, layout, Path(folder)) for layout in (first, second))
-    return replace(job, first=first, second=second, refused=refused)
+        drawn = replace(job, first=first, second=second, refused=refused)
+        return _perhaps_narrow(random.Random(f"in 8 bits {seed}"), drawn, Path(folder))
+
+
+def _perhaps_narrow(rng: random.Random, job: Drawn, source: Path) -> Drawn:
+    """With layouts of its own: most that a job in bf16 may have are nothing for 8 bits."""
+    if job.precision != "bf16" or rng.random() > NARROW_SHARE:
+        return job
+    narrow = replace(job, training=job.training | _OF_BATCHES | {"precision": "fp8"}, is_narrow=True)
+    with mock.patch(_EMULATED, True):
+        if any(refusal(narrow, layout, source) is not None for layout in (narrow.whole_batch, narrow.parts)):
+            return job
+        first, second = (_supported(rng, narrow, source, job.refused) for _ in range(2))
+    return replace(job, first=first, second=second, is_narrow=True)
 
 
 def _base(rng: random.Random) -> BaseFiles:

@@ -11,16 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import torch
 from trainer_testing import seeds, spoiled_worker, strategy_worker
+from trainer_testing.bucket import BUCKET
 from trainer_testing.families import FAMILIES
 
 from parity import campaign
 from parity.campaign import Played, play, table
 from parity.draws import CHUNKS, OPTIMIZERS, Drawn, Layout, draw
 from parity.pictures import draw_pictures, is_of_pictures, whole_pictures
-from parity.whole_jobs import odds, other_bits, was_gone_on_with, whole_job, worst_difference, worst_tensor
+from parity.whole_jobs import (
+    SPIKE,
+    WholeJob,
+    data_in_place,
+    odds,
+    other_bits,
+    was_gone_on_with,
+    whole_job,
+    worst_difference,
+    worst_tensor,
+)
 
 SEEDS = range(1, 151)
 
@@ -57,6 +69,7 @@ def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
     assert any(one.base is not None and one.adapter is None for one in drawn)
     assert any(one.is_noisy for one in drawn) and any(one.growth_steps for one in drawn)
     assert any(one.adapter and "lm_head" in one.adapter["targets"] for one in drawn)
+    assert any(one.is_narrow for one in drawn)
 
 
 def test_compiled_blocks_are_drawn_under_every_axis(drawn: list[Drawn]) -> None:
@@ -241,10 +254,37 @@ def test_a_whole_jobs_steps_and_tokens_are_exactly_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("attempts", "is_so"), [((1, 1, 2), True), ((1, 1), False), ((2, 2), False), ((1, 2, 1), False)]
+    ("attempts", "is_so"), [((1, 1, 2), True), ((1, 1), False), ((2, 2), False), ((1, 2, 1), False), ((1, 2, 3), False)]
 )
 def test_a_job_that_began_anew_was_not_gone_on_with(attempts: tuple[int, ...], is_so: bool) -> None:
-    assert was_gone_on_with([ROW | {"attempt": attempt} for attempt in attempts]) == is_so
+    rows = [ROW | {"attempt": attempt} for attempt in attempts]
+    assert was_gone_on_with(rows) == is_so
+    assert was_gone_on_with(rows, 3) == (attempts == (1, 2, 3))
+
+
+@pytest.mark.parametrize("is_spike", [True, False])
+def test_what_goes_wrong_in_a_batch_is_alike_under_every_layout(is_spike: bool, ddp: Drawn) -> None:
+    """A spike on all ranks is so many times the loss of one process; no number on one rank is none of all."""
+    job = WholeJob(ddp, {}, "stop", 3, (), {}, is_spike=is_spike)
+    four, one = Layout({"data_replicate": 4}, 1, "none"), Layout({}, 1, "none")
+    assert len(job.ends(four)) == (4 if is_spike else 1) and len(job.ends(one)) == 1
+    assert {(fault["first_sequence"], fault.get("factor")) for fault in job.ends(four)} == {
+        (2 * 8, SPIKE if is_spike else None)
+    }
+
+
+def test_data_are_in_the_bucket_while_a_job_is_played(ddp: Drawn, tmp_path: Path) -> None:
+    (tmp_path / "text" / "below").mkdir(parents=True)
+    (tmp_path / "text" / "below" / "a.txt").write_text("a text")
+    (tmp_path / "ids.npy").write_bytes(b"ids")
+    sources = [{"path": str(tmp_path / "text"), "format": "text"}, {"path": f"{tmp_path}/ids.npy", "format": "tokens"}]
+    job = WholeJob(ddp, {"data": {"train": sources, "validation": sources[1:]}}, "kill", 3, (), {}, is_streamed=True)
+    with data_in_place(job, tmp_path) as placed:
+        paths = [[source["path"] for source in placed.content["data"][part]] for part in ("train", "validation")]
+        listed = boto3.client("s3").list_objects_v2(Bucket=BUCKET, Prefix="0/")
+    assert paths == [["s3://acme-data/0/train-0", sources[1]["path"]], [sources[1]["path"]]], "tokens alone, or none"
+    assert {each["Key"] for each in listed["Contents"]} == {"0/train-0/below/a.txt"}
+    assert sources[0]["path"] == str(tmp_path / "text")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +393,12 @@ def test_whole_jobs_are_of_every_kind(drawn: list[Drawn], tmp_path: Path) -> Non
     poisoned = {content["training"].get("on_anomaly") for content in contents}
     assert poisoned == {None, "skip", "rollback"}
     assert {job.poisoned is None for job in jobs} == {True, False}
-    assert {job.end for job in jobs} == {"terminate", "kill"}
+    assert {job.end for job in jobs} == {"terminate", "kill", "stop"}
+    assert {job.is_spike for job in jobs if job.end == "stop"} == {True, False}
+    assert {job.is_spike for job in jobs if job.poisoned is not None} == {True, False}
+    assert {len(job.starts()) for job in jobs} == {2, 3}
+    assert {(job.is_streamed, job.is_saved_there) for job in jobs} == {(False, False), (True, False), (True, True)}
+    assert len({content["training"]["schedule"].get("decay_fraction") for content in contents}) == 4
     saves = {name for content in contents for name in content["checkpoint"]}
     assert {"keep_best", "keep_every_steps", "local_directory", "destination"} <= saves
 

@@ -1,10 +1,12 @@
 """A seed of the parity campaign as a whole job: the trainer's own command on files of a random kind, ended midway.
 
 `draws` has the model, the optimizer and two layouts; here come data of one or two formats (`files`), packing, a
-tokenizer, validation sets, when to save and what to keep, perhaps a batch whose loss is no number and what is done
-about it, and how the first layout's run ends: one rank is told to stop, or all are killed. The second layout goes on in
-the same folder. One process that nobody disturbs is what both must equal: every step once, exactly its tokens, its
-losses, norms, rates and validations within tolerance, and the model that is exported in the end.
+tokenizer, validation sets, when to save and what to keep, perhaps data and checkpoints in S3, a batch whose loss is no
+number or a spike and what is done about it, and how the first layout's run ends: one rank is told to stop, all are
+killed, or the job stops itself because of a batch. The second layout goes on in the same folder, and may be told to
+stop, too: then the first one ends what it began. One process that nobody disturbs is what all must equal: every step
+once, exactly its tokens, its losses, norms, rates and validations within tolerance, and the model that is exported in
+the end.
 
 Of a job that isn't compared with one process the first layout goes on, and it must equal itself, undisturbed, to the
 last bit.
@@ -15,15 +17,18 @@ import math
 import random
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from trainer.export import Export, export
+from trainer_testing.bucket import BUCKET, bucket_here, upload
 from trainer_testing.distributed import finish
+from trainer_testing.faulty_trainer import SEEN_BEFORE_SPIKES
 from trainer_testing.text_job import rows_of, start_faulty_trainer, start_trainer
 from trainer_testing.tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForImageTextToText
@@ -35,6 +40,11 @@ STEPS_OF_WHOLE = 10
 _SECONDS = 300
 _STOPPED = 75
 """The exit code of whoever wants to be resumed."""
+SPIKE = 1000.0
+"""Times the loss of a batch that goes wrong without being no number."""
+_SPIKE_FACTOR = 10.0
+"""What the job calls a spike: few gradients of a tiny model leap so far by themselves."""
+_EXIT_CODES = {"terminate": {_STOPPED}, "kill": {-signal.SIGKILL, 1}, "stop": {1}}
 _READERS: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
     "image_classification": AutoModelForImageClassification,
@@ -54,26 +64,65 @@ class WholeJob:
     content: dict[str, Any]
     """The job file, but for its layout."""
     end: str
-    """terminate: one rank is told to stop; kill: all die at once."""
+    """terminate: one rank is told to stop; kill: all die at once; stop: its own loss is no number, or a spike."""
     end_step: int
     end_ranks: tuple[int, ...]
     exported: dict[str, bool]
     """How the model is exported: its running average, an adapter merged."""
     poisoned: int | None = None
-    """The batch, counted from 0, whose loss is no number on one rank."""
+    """The batch, counted from 0, that goes wrong in every run."""
+    is_spike: bool = False
+    """What goes wrong is a spike, on all ranks alike, or a loss that is no number, on one."""
+    stops_again: int | None = None
+    """The step at which the second start is told to stop, and a third goes on."""
+    is_streamed: bool = False
+    """Data are read from S3."""
+    is_saved_there: bool = False
+    """Checkpoints go to S3."""
 
-    def poison(self, layout: Layout) -> list[dict[str, Any]]:
-        """What goes wrong in every run: of a pipeline's ranks not all have a loss."""
-        if self.poisoned is None:
+    @property
+    def words(self) -> str:
+        """How it is disturbed."""
+        what = "a spike" if self.is_spike else "no number"
+        found = [f"{self.end}{f', {what},' if self.end == 'stop' else ''} at step {self.end_step}"]
+        found += [] if self.stops_again is None else [f"told to stop again at step {self.stops_again}"]
+        found += [] if self.poisoned is None else [f"batch {self.poisoned} is {what}"]
+        found += ["streamed"] * self.is_streamed + ["saved to S3"] * self.is_saved_there
+        return ", ".join(found)
+
+    def poison(self, layout: Layout, batch: int | None) -> list[dict[str, Any]]:
+        """What makes a batch go wrong: of a pipeline's ranks not all have a loss."""
+        if batch is None:
             return []
         world_size = layout.spec.world_size
-        ranks = range(world_size) if layout.spec.pipeline > 1 else [self.drawn.seed % world_size]
-        first = self.poisoned * self.drawn.training["global_batch_size"]
-        return [{"rank": rank, "kind": "poison", "step": 0, "first_sequence": first} for rank in ranks]
+        is_everywhere = self.is_spike or layout.spec.pipeline > 1
+        ranks = range(world_size) if is_everywhere else [self.drawn.seed % world_size]
+        fault = {"kind": "poison", "step": 0, "first_sequence": batch * self.drawn.training["global_batch_size"]}
+        return [{"rank": rank} | fault | ({"factor": SPIKE} if self.is_spike else {}) for rank in ranks]
 
-    def ends(self) -> list[dict[str, Any]]:
+    def ends(self, layout: Layout) -> list[dict[str, Any]]:
         """What happens to the first layout's run."""
+        if self.end == "stop":
+            return self.poison(layout, self.end_step - 1)
         return [{"rank": rank, "kind": self.end, "step": self.end_step} for rank in self.end_ranks]
+
+    def starts(self) -> list[tuple[Layout, str | None, list[dict[str, Any]]]]:
+        """Each start's layout, how it ends, and by what; the last one comes to its end."""
+        first = self.drawn.first
+        second = self.drawn.second if self.drawn.is_exact else first
+        found: list[tuple[Layout, str | None, list[dict[str, Any]]]] = [(first, self.end, self.ends(first))]
+        if self.stops_again is not None:
+            again = {"rank": second.spec.world_size - 1, "kind": "terminate", "step": self.stops_again}
+            found += [(second, "terminate", [again]), (first, None, [])]
+        else:
+            found.append((second, None, []))
+        return found
+
+    def place(self, folder: Path, output: str) -> str:
+        """Where a run's checkpoints are."""
+        if self.is_saved_there:
+            return f"s3://{BUCKET}/{self.drawn.seed}/{output}"
+        return str(folder / (f"{output}-destination" if "destination" in self.content["checkpoint"] else output))
 
     def file(self, folder: Path, name: str, layout: Layout, *, output: str) -> Path:
         """The job under a layout, written; what it keeps outside `output` lies in folders of that run's own."""
@@ -83,8 +132,9 @@ class WholeJob:
             "loss": layout.loss,
         }
         path = folder / name
-        places = ("destination", "local_directory")
-        own = {place: str(folder / f"{output}-{place}") for place in places if place in self.content["checkpoint"]}
+        own = {"destination": self.place(folder, output)} if "destination" in self.content["checkpoint"] else {}
+        if "local_directory" in self.content["checkpoint"]:
+            own["local_directory"] = str(folder / f"{output}-local_directory")
         changes = {"training": training, "parallelism": layout.parallelism}
         changes["checkpoint"] = self.content["checkpoint"] | own
         path.write_text(json.dumps(self.content | changes))
@@ -108,13 +158,42 @@ def whole_job(drawn: Drawn, folder: Path, source: Path) -> WholeJob:
     }
     end = draw_end(rng, content)
     average = drawn.training["optimizer"].get("average_decay") is not None and rng.random() < 0.5
-    return WholeJob(
+    job = WholeJob(
         drawn,
         content,
         **draw_where_it_ends(rng, end, content, drawn.first),
         exported={"average": average, "merge": drawn.adapter is not None and rng.random() < 0.5},
         poisoned=rng.randint(1, STEPS_OF_WHOLE - 2) if training.get("on_anomaly") is not None else None,
     )
+    return _further(random.Random(f"further of whole job {drawn.seed}"), job)
+
+
+def _further(rng: random.Random, job: WholeJob) -> WholeJob:
+    """Drawn last, by numbers of its own: what a seed stands for beside stays what it was before there was any."""
+    content = json.loads(json.dumps(job.content))
+    training, saves = content["training"], content["checkpoint"]
+    end, poisoned = job.end, job.poisoned
+    is_spike = rng.random() < 0.5 and job.drawn.precision != "fp16"  # whose loss scale takes it for an overflow
+    if poisoned is None and rng.random() < 0.3:
+        end, saves["asynchronous"] = "stop", False
+    if is_spike and (poisoned is not None or end == "stop"):
+        training["spike_factor"] = _SPIKE_FACTOR
+    if is_spike and poisoned is not None:
+        poisoned = rng.randint(SEEN_BEFORE_SPIKES, STEPS_OF_WHOLE - 2)
+    if training.get("schedule", {}).get("kind") == "wsd":
+        training["schedule"]["decay_fraction"] = rng.choice((0.2, 0.5, 1.0))
+    end_step = max(job.end_step, SEEN_BEFORE_SPIKES + 1) if end == "stop" and is_spike else job.end_step
+    has_time = end_step < STEPS_OF_WHOLE - 2
+    stops_again = rng.randint(end_step + 1, STEPS_OF_WHOLE - 2) if has_time and rng.random() < 0.4 else None
+    is_streamed = rng.random() < 0.3
+    if is_streamed:
+        content["data"]["streaming"] = True
+    is_saved_there = is_streamed and rng.random() < 0.5
+    if is_saved_there:
+        saves["destination"] = "its own"
+    changes: dict[str, Any] = {"content": content, "end": end, "end_step": end_step, "poisoned": poisoned}
+    changes |= {"is_spike": is_spike, "stops_again": stops_again}
+    return replace(job, **changes, is_streamed=is_streamed, is_saved_there=is_saved_there)
 
 
 def _data(rng: random.Random, drawn: Drawn, folder: Path, *, has_tokenizer: bool) -> dict[str, Any]:
@@ -202,13 +281,36 @@ def draw_saves(rng: random.Random, *, validates: bool) -> dict[str, Any]:
 def run_whole(job: WholeJob, folder: Path) -> tuple[dict[str, float], list[str]]:
     """Worst relative differences of a figure from one process: of one in other parts (`own`), of the disturbed job
     (`job`, `export`); and what did not hold. AssertionError where a run fails."""
+    with data_in_place(job, folder) as placed:
+        return _compared(placed, folder)
+
+
+@contextmanager
+def data_in_place(job: WholeJob, folder: Path) -> Iterator[WholeJob]:
+    """The job, while its data are where it reads them. Ready-made tokens are streamed alone, or not at all."""
+    if not job.is_streamed:
+        yield job
+        return
+    content = json.loads(json.dumps(job.content))
+    are_tokens = [source["format"] == "tokens" for source in content["data"]["train"]]
+    with bucket_here() as client:
+        for part in ("train", "validation"):
+            for number, source in enumerate(content["data"][part]):
+                if source["format"] != "tokens" or all(are_tokens):
+                    prefix = f"{job.drawn.seed}/{part}-{number}"  # a bucket lasts as long as this process
+                    source["path"] = upload(client, Path(source["path"]), prefix)
+        yield replace(job, content=content)
+
+
+def _compared(job: WholeJob, folder: Path) -> tuple[dict[str, float], list[str]]:
     drawn = job.drawn
     wanted = _run(job, folder, drawn.whole_batch, "alone")
     again = _run(job, folder, drawn.parts if drawn.is_exact else drawn.first, "again")
-    _run(job, folder, drawn.first, "out", job.ends())
-    rows = _run(job, folder, drawn.second if drawn.is_exact else drawn.first, "out")
+    starts = job.starts()
+    for layout, end, faults in starts:
+        rows = _run(job, folder, layout, "out", end, faults)
     problems = odds(rows, wanted)
-    if not was_gone_on_with(rows):
+    if not was_gone_on_with(rows, len(starts)):
         problems.append(f"whole job: begun anew, or done at once: attempts {[row['attempt'] for row in rows]}")
     exports = [exported(job, folder, name) for name in ("alone" if drawn.is_exact else "again", "out")]
     if exports[0].keys() != exports[1].keys():
@@ -227,20 +329,25 @@ def other_bits(rows: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, A
 
 
 def _run(
-    job: WholeJob, folder: Path, layout: Layout, output: str, ends: Sequence[dict[str, Any]] = ()
+    job: WholeJob,
+    folder: Path,
+    layout: Layout,
+    output: str,
+    end: str | None = None,
+    ends: Sequence[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """The rows of a run that ended well, or as `ends` has it."""
+    """The rows of a run that ended well, or as `end` has it because of `ends`."""
     world_size = layout.spec.world_size
-    file = job.file(folder, f"{output}-{len(ends)}.yaml", layout, output=output)
-    faults = [*ends, *job.poison(layout)]
+    file = job.file(folder, f"{output}-{end}.yaml", layout, output=output)
+    faults = [*ends, *job.poison(layout, job.poisoned)]
+    for happened in folder.glob(f"{output}-faults/done-*"):
+        happened.unlink()
     if faults:
         ranks = start_faulty_trainer(world_size, file, folder / output, faults)
     else:
         ranks = start_trainer(world_size, file, folder / output)
     ended = finish(ranks, timeout_seconds=_SECONDS)
-    allowed = {0}
-    if ends:
-        allowed = {_STOPPED} if job.end == "terminate" else {-signal.SIGKILL, 1}
+    allowed = {0} if end is None else _EXIT_CODES[end]
     codes = {code for code, _ in ended}
     assert codes <= allowed, f"{output}, {[fault['kind'] for fault in faults]}: {codes}: {_last_words(ended)}"
     return rows_of(folder / output)
@@ -249,9 +356,8 @@ def _run(
 def exported(job: WholeJob, folder: Path, output: str) -> dict[str, torch.Tensor]:
     """The tensors of the files that the job's last checkpoint is exported as. Of a whole model AssertionError unless
     transformers finds each of its weights in them."""
-    checkpoints = folder / (f"{output}-destination" if "destination" in job.content["checkpoint"] else output)
     place = folder / f"{output}-export"
-    export(Export(str(checkpoints), place, **job.exported))
+    export(Export(job.place(folder, output), place, **job.exported))
     if job.content["model"].get("adapter") is None or job.exported["merge"]:
         _, told = _READERS[job.content.get("task", "causal_lm")].from_pretrained(place, output_loading_info=True)
         assert not any(told.values()), f"{output}: transformers loads it with {told}"
@@ -294,10 +400,10 @@ def odds(rows: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> li
     return found
 
 
-def was_gone_on_with(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether the first start's steps are there, and after them the second one's."""
+def was_gone_on_with(rows: Sequence[dict[str, Any]], num_starts: int = 2) -> bool:
+    """Whether the first start's steps are there, and after them each later one's."""
     attempts = [row["attempt"] for row in rows]
-    return attempts == sorted(attempts) and set(attempts) == {1, 2}
+    return attempts == sorted(attempts) and set(attempts) == set(range(1, num_starts + 1))
 
 
 def worst_difference(rows: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> float:

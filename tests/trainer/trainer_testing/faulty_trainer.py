@@ -4,7 +4,8 @@ TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each 
 - `moment`: "step" (its beginning, the default), "save" (of that step or a later one) or "restore" (the first in a start
   after the fault before this one in the list: when the first bytes are read; the others wait until it has happened);
 - `after_seconds`: so long after it, from another thread, whatever the rank is at by then;
-- `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank;
+- `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank, or
+  `factor` times what it is: such a spike is looked for from the step after `SEEN_BEFORE_SPIKES` on;
 - `always`: in every start, not once in all of them; `until`: not after that time (epoch seconds);
 - `holds`: it takes a while, in which each step takes so many seconds longer, and the job must not end before `over-N`
   says that it is over; `held-N`: nothing but the last step is left to do.
@@ -38,6 +39,7 @@ from trainer import heartbeat
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.ranges import Range
 from trainer.checkpoint.reading import Transfer
+from trainer.observe import anomalies
 from trainer.session import GlobalBatch, Session
 from trainer.signals import StopFlag
 from trainer.strategies.parallel import ProductStrategy
@@ -49,6 +51,7 @@ from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, S3_SECONDS_VARIAB
 
 SLOW_STEPS, SLOW_SECONDS = 4, 0.4
 _LONGEST_HOLD_SECONDS = 120.0
+SEEN_BEFORE_SPIKES = 2
 _STEPS_LEFT_TO_MEET = 5
 """Before the last step one of them saves, as every third does."""
 _LONGEST_RESTORE_SECONDS = 10.0
@@ -62,7 +65,8 @@ class Faults:
         self._rank = rank
         self._faults: list[dict[str, Any]] = json.loads((folder / "faults.json").read_text())
         self._slow_steps = 0
-        self._is_poisoned = False
+        self._poison = 1.0
+        """What the loss is multiplied by."""
         self._begun: set[int] = set()
         self._done_before = {number for number in range(len(self._faults)) if self._is_done(number)}
         """Before this process began: a restore meets what follows on a fault that an earlier start met."""
@@ -84,7 +88,7 @@ class Faults:
                 self._slow_steps -= 1
                 time.sleep(SLOW_SECONDS)
             batch = honest_batch(session)
-            self._is_poisoned = self._has_poison(session.anomalies.data["sequences_consumed"])
+            self._poison = self._poison_of(session.anomalies.data["sequences_consumed"])
             self._note_samples(session.step + 1, batch)
             return batch
 
@@ -120,8 +124,11 @@ class Faults:
         honest_loss, honest_cut = CausalLM.loss_sum, ProductStrategy._loss_sum
         honest_scaled = PipelineStrategy._scaled_loss
 
+        if any("factor" in fault for fault in self._faults):
+            anomalies.LEAST_STEPS = SEEN_BEFORE_SPIKES
+
         def poisoned(loss: torch.Tensor) -> torch.Tensor:
-            return loss * math.nan if self._is_poisoned and torch.is_grad_enabled() else loss
+            return loss * self._poison if self._poison != 1.0 and torch.is_grad_enabled() else loss
 
         def loss_sum(task: CausalLM, *arguments: Any) -> torch.Tensor:
             return poisoned(honest_loss(task, *arguments))
@@ -130,9 +137,10 @@ class Faults:
             return poisoned(honest_cut(strategy, batch))
 
         def scaled_loss(strategy: PipelineStrategy, *arguments: torch.Tensor) -> torch.Tensor:
+            before = strategy._loss_total.clone()
             loss = honest_scaled(strategy, *arguments)
-            if self._is_poisoned and torch.is_grad_enabled():
-                strategy._loss_total *= math.nan
+            if self._poison != 1.0 and torch.is_grad_enabled():
+                strategy._loss_total.copy_(before + (strategy._loss_total - before) * self._poison)
             return poisoned(loss)
 
         CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
@@ -232,11 +240,12 @@ class Faults:
             while not (self._folder / f"{ends}-{number}").exists() and time.monotonic() < until:
                 time.sleep(0.01)
 
-    def _has_poison(self, first_sequence: int) -> bool:
-        return any(
-            fault["kind"] == "poison" and fault["rank"] == self._rank and fault["first_sequence"] == first_sequence
-            for fault in self._faults
-        )
+    def _poison_of(self, first_sequence: int) -> float:
+        for fault in self._faults:
+            is_here = fault["kind"] == "poison" and fault["rank"] == self._rank
+            if is_here and fault["first_sequence"] == first_sequence:
+                return float(fault.get("factor", math.nan))
+        return 1.0
 
     def _is_done(self, number: int) -> bool:
         return (self._folder / f"done-{number}").exists()
