@@ -338,11 +338,11 @@ def test_a_batch_is_left_out_though_the_disk_has_no_room_to_note_it(
 ) -> None:
     left_out = LeftOutBatches(tmp_path, one_rank())
     disk.is_full = True
-    left_out.add(step=2, anomaly="loss is nan", data={"sequences_consumed": 8}, checkpoint_step=0)
+    left_out.add(step=2, anomaly="loss is nan", data={"sequences_consumed": 8}, checkpoint_step=0, num_sequences=8)
     assert capsys.readouterr().out == f"{left_out.path}: not written, its disk is full\n"
     assert left_out.num_since(0, {"sequences_consumed": 16}) == 1 and not list(tmp_path.iterdir())
     disk.is_full = False
-    left_out.add(step=3, anomaly="loss is nan", data={"sequences_consumed": 16}, checkpoint_step=0)
+    left_out.add(step=3, anomaly="loss is nan", data={"sequences_consumed": 16}, checkpoint_step=0, num_sequences=8)
     assert [json.loads(line)["first_sequence"] for line in left_out.path.read_text().splitlines()] == [8, 16]
 
 

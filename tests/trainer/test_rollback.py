@@ -13,9 +13,9 @@ from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
 from trainer.session import Session
 from trainer_testing.distributed import finish
 from trainer_testing.pool import start_pooled
-from trainer_testing.text_job import bits, rows_of, write_job
+from trainer_testing.text_job import bits, rows_of, run_trainer, write_job
 
-from trainyard.errors import JobFailedError
+from trainyard.errors import InputError, JobFailedError
 
 STEPS, BATCH = 10, 8
 POISONED = (2, 6, 7)
@@ -116,6 +116,38 @@ def test_a_record_that_is_none_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in said, "the others hear of what the first rank read"
 
 
+@pytest.mark.parametrize(
+    ("position", "batch_size", "is_good"),
+    [(0, 8, True), (24, 8, True), (40, 16, True), (0, 16, False), (24, 4, False), (20, 8, False), (28, 8, False)],
+)
+def test_batches_of_another_size_are_not_left_out_in_part(
+    tmp_path: Path, position: int, batch_size: int, is_good: bool
+) -> None:
+    """Of 8 sequences each, from 24 and 32 on: with 16 a step, the first was learnt from without a word."""
+    runtime: Any = SimpleNamespace(is_first=True, rank=0, world_size=1, control_group=None)
+    left_out = LeftOutBatches(tmp_path, runtime)
+    for first in (24, 32):
+        data = {"sequences_consumed": first}
+        left_out.add(step=4, anomaly="loss is nan", data=data, checkpoint_step=2, num_sequences=8)
+    again = LeftOutBatches(tmp_path, runtime)
+    again.read()
+    if is_good:
+        again.check(position, batch_size)
+        return
+    with pytest.raises(InputError, match=rf"no batch of .*global_batch_size {batch_size}: set it to what it"):
+        again.check(position, batch_size)
+
+
+def test_a_resume_with_another_batch_says_so_before_it_reads_on(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=4, on_anomaly="rollback")
+    output = tmp_path / "out"
+    output.mkdir()
+    row = {"first_sequence": 8, "num_sequences": 8, "rolled_back_to": 0}
+    (output / LEFT_OUT_FILE).write_text(json.dumps(row) + "\n")
+    said, _ = run_trainer(1, job, output, "--set", "training.global_batch_size=16", expected_code=2)
+    assert "leaves out 8 sequences, from 8 on, which are no batch of a job that goes on at sequence 0" in said
+
+
 @pytest.mark.parametrize("what", ["rows", "record", "row"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_the_first_rank_alone_cannot_read_or_write_ends_all_ranks(
@@ -140,7 +172,7 @@ def test_what_the_first_rank_alone_cannot_read_or_write_ends_all_ranks(
     session: Any = object.__new__(Session)
     session.step, session._runtime = 5, SimpleNamespace(is_first=rank == 0, rank=rank, world_size=2, control_group=1)
     session._group = Group(session._runtime.control_group, rank, 2)
-    session._job = SimpleNamespace(spec=SimpleNamespace(training=SimpleNamespace(max_skips=2)))
+    session._job = SimpleNamespace(spec=SimpleNamespace(global_batch_size=8, training=SimpleNamespace(max_skips=2)))
     session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40})
     session.strategy = SimpleNamespace(state_tensors=dict)
     session.clock = SimpleNamespace(excluded=nullcontext)
@@ -179,7 +211,7 @@ def test_the_batch_is_noted_before_the_long_read(tmp_path: Path, found: int | No
     session.step, session._output_dir = 5, tmp_path
     session._runtime = SimpleNamespace(is_first=True, rank=0, world_size=1, control_group=None)
     session._group = Group(None, 0, 1)
-    session._job = SimpleNamespace(spec=SimpleNamespace(training=SimpleNamespace(max_skips=2)))
+    session._job = SimpleNamespace(spec=SimpleNamespace(global_batch_size=8, training=SimpleNamespace(max_skips=2)))
     watch = SimpleNamespace(num_overflows=0)
     session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40}, watch=watch)
     session.strategy = SimpleNamespace(state_tensors=dict)

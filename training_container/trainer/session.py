@@ -247,6 +247,7 @@ class Session:
             self.strategy = self._made_engine()
         attempt = self._group.from_first(lambda: self._begin_attempt(began, is_anew=info is None))
         self._left_out.read()
+        self._left_out.check(self.data.train.sequences_consumed, self._job.spec.global_batch_size)
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
             if self.step > self.num_steps:
@@ -366,7 +367,13 @@ class Session:
         data = self.anomalies.data
         if self._left_out.num_since(checkpoint_step, data) >= self._job.spec.training.max_skips:
             return False
-        self._left_out.add(step=step, anomaly=anomaly, data=data, checkpoint_step=checkpoint_step)
+        self._left_out.add(
+            step=step,
+            anomaly=anomaly,
+            data=data,
+            checkpoint_step=checkpoint_step,
+            num_sequences=self._job.spec.global_batch_size,
+        )
         if self._runtime.is_first:
             self._checkpointer.publish_file(LEFT_OUT_FILE, self._left_out.path)
         return True

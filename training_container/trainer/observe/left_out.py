@@ -14,7 +14,7 @@ from trainer.data.stream import BatchStream
 from trainer.observe.metrics import replace_all
 from trainer.runtime import Runtime
 from trainer.speech import say
-from trainyard.errors import JobFailedError
+from trainyard.errors import InputError, JobFailedError
 
 LEFT_OUT_FILE = "left_out_batches.jsonl"
 
@@ -32,7 +32,19 @@ class LeftOutBatches:
         """Take over what is in the first rank's file; all ranks together."""
         self._rows = self._group.from_first(lambda: _rows_of(self.path))
 
-    def add(self, *, step: int, anomaly: str, data: dict[str, Any], checkpoint_step: int) -> None:
+    def check(self, position: int, batch_size: int) -> None:
+        """InputError where the stream, from this position on, comes to no batch that is one that is left out: in steps
+        of another size such a batch would be learnt from, or good ones would be left out with it."""
+        for row in self._rows:
+            first, number = row["first_sequence"], row.get("num_sequences", batch_size)  # the first trainers' have none
+            if first + number > position and (number != batch_size or (first - position) % batch_size):
+                raise InputError(
+                    f"{self.path}: leaves out {number} sequences, from {first} on, which are no batch of a job that"
+                    f" goes on at sequence {position} with training.global_batch_size {batch_size}: set it to what it"
+                    " was, or remove the file here and beside the checkpoints to learn from all of them"
+                )
+
+    def add(self, *, step: int, anomaly: str, data: dict[str, Any], checkpoint_step: int, num_sequences: int) -> None:
         """The batch that lies at position `data` of the training stream, of a step that went wrong (all ranks).
 
         A second word on the batch that was added last replaces the first.
@@ -43,6 +55,7 @@ class LeftOutBatches:
             "step": step,
             "anomaly": anomaly,
             "first_sequence": data["sequences_consumed"],
+            "num_sequences": num_sequences,
             "rolled_back_to": checkpoint_step,
             "at": time.time(),
         }
