@@ -224,15 +224,17 @@ def draw(seed: int) -> Drawn:
 
 
 def _perhaps_narrow(rng: random.Random, job: Drawn, source: Path) -> Drawn:
-    """With layouts of its own: most that a job in bf16 may have are nothing for 8 bits."""
+    """With layouts of its own: most that a job in bf16 may have are nothing for 8 bits. A whole job has sequences of
+    that length, which the layouts are drawn for."""
     if job.precision != "bf16" or rng.random() > NARROW_SHARE:
         return job
-    narrow = replace(job, training=job.training | _OF_BATCHES | {"precision": "fp8"}, is_narrow=True)
+    short = job.training | _OF_BATCHES
+    narrow = replace(job, training=short | {"precision": "fp8"}, is_narrow=True)
     with mock.patch(_EMULATED, True):
         if any(refusal(narrow, layout, source) is not None for layout in (narrow.whole_batch, narrow.parts)):
             return job
         first, second = (_supported(rng, narrow, source, job.refused) for _ in range(2))
-    return replace(job, first=first, second=second, is_narrow=True)
+    return replace(narrow, training=short, first=first, second=second)
 
 
 def _base(rng: random.Random) -> BaseFiles:

@@ -69,7 +69,8 @@ def test_seeds_are_of_everything(drawn: list[Drawn]) -> None:
     assert any(one.base is not None and one.adapter is None for one in drawn)
     assert any(one.is_noisy for one in drawn) and any(one.growth_steps for one in drawn)
     assert any(one.adapter and "lm_head" in one.adapter["targets"] for one in drawn)
-    assert any(one.is_narrow for one in drawn)
+    narrow = [one for one in drawn if one.is_narrow]
+    assert narrow and {(one.precision, one.training["sequence_length"]) for one in narrow} == {("bf16", 24)}
 
 
 def test_compiled_blocks_are_drawn_under_every_axis(drawn: list[Drawn]) -> None:
