@@ -36,7 +36,7 @@ def muon_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, 
     if layout.zero_stage or layout.tensor > 1 or layout.data_parallel == 1:
         return seconds
     # Replicas send each other whole matrices; what FSDP's ranks send are parts, of a rank's own size together.
-    sent = sum(number * rows * columns for ((rows, columns), _), number in _matrices(shape, layout).items())
+    sent = 0.0 + sum(number * rows * columns for ((rows, columns), _), number in _matrices(shape, layout).items())
     sent += sum(number * rows * columns for (rows, columns), number in _experts(shape, layout)) * layout.data_parallel
     members = group(layout.data_parallel, layout.context, links.gpus_per_node)
     return seconds + all_gather_seconds(sent * (8 if layout.precision == "fp64" else 4), members, links)
