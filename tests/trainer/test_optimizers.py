@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import step_folder
 from trainer.checkpoint.reading import left_moments, mismatch, moment_kinds
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of, muon_groups
-from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, _dealt, orthogonalized
+from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, _dealt, _tf32_products, orthogonalized
 from trainer.optimizers.momentum import Momentum
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
@@ -126,6 +126,43 @@ def test_muon_deals_out_what_is_alike(num_replicas: int, expected: list[list[int
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     dealt = _dealt(parameters, num_replicas, are_kernels=False)
     assert [[places[id(each)] for each in alike] for alike in dealt] == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 is a GPU's")
+def test_what_is_made_orthogonal_by_tf32_is_as_good() -> None:
+    """And products outside of an update stay what they were."""
+    weights = torch.randn(512, 768, generator=torch.Generator().manual_seed(0))
+    found = []
+    for uses_tf32 in (False, True):
+        parameter = nn.Parameter(weights.cuda())
+        parameter.grad = weights.cuda().flip(0)
+        groups = [{"params": [parameter], "orthogonal": True}]
+        Muon(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8, uses_tf32=uses_tf32).step()
+        found.append(parameter.detach() - weights.cuda())
+    difference = (found[1] - found[0]).norm() / found[0].norm()
+    assert 1e-6 < difference < 1e-2
+    assert torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+@pytest.mark.parametrize("uses_tf32", [True, False])
+def test_tf32_is_taken_for_an_updates_products_alone(uses_tf32: bool) -> None:
+    """The setting itself; what it does is a GPU's."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    assert before != "tf32"
+    with pytest.raises(ZeroDivisionError), _tf32_products(torch.device("cuda"), uses_tf32):
+        assert products.fp32_precision == ("tf32" if uses_tf32 else before)
+        raise ZeroDivisionError
+    assert products.fp32_precision == before
+    with _tf32_products(torch.device("cpu"), uses_tf32):
+        assert products.fp32_precision == before
+
+
+@pytest.mark.parametrize(("precision", "uses_tf32"), [("bf16", True), ("fp16", True), ("fp32", False), ("fp64", False)])
+def test_jobs_of_sixteen_bits_take_tf32_for_muon(precision: str, uses_tf32: bool) -> None:
+    job = tiny_job("single", 1, optimizer={"kind": "muon"}, model=FAMILIES["Llama"], precision=precision)
+    optimizer = build_optimizer(build_model(job, vocab_size=VOCAB_SIZE), job)
+    assert isinstance(optimizer, Muon) and optimizer.uses_tf32 == uses_tf32
 
 
 def test_eight_bits_train_as_adamw_does() -> None:
