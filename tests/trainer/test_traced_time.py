@@ -1,6 +1,7 @@
 """What a step takes, by what a dry run counted and by the formulas; and plans of models that have no formulas."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainyard.launch import launcher
 from trainyard.planner.communication import EFA, fabric
 from trainyard.planner.formulas import formulas_of
 from trainyard.planner.muon import muon_flops
+from trainyard.planner.optimizer_updates import update_moved_bytes
 from trainyard.planner.reading import layout_of_resolved, shape_of
 from trainyard.planner.timing import step_time
 from trainyard.planner.traced import active_params, traced_flops, traced_step
@@ -115,7 +117,7 @@ def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | N
 def test_muons_update_takes_the_products_that_its_trace_has(model_type: str, layout: dict[str, int]) -> None:
     """Of a rank: an eighth of them where eight share them. Plans had none, and steps a half too short."""
     job = wide_job(model_type, layout, global_batch_size=32, optimizer={"kind": "muon"})
-    resolved = planner.resolve(job, world_size=job.parallelism.world_size)  # type: ignore[union-attr]
+    resolved = planner.resolve(job, world_size=math.prod(layout[name] for name in layout if name != "expert"))
     products = trace(resolved, 0)["work"]["products"]
     counted = sum(
         2.0 * each["rows"] * each["columns"] * each["depth"] * each["count"]
@@ -125,6 +127,22 @@ def test_muons_update_takes_the_products_that_its_trace_has(model_type: str, lay
     shape = shape_of(job)
     assert shape is not None
     assert muon_flops(shape, layout_of_resolved(job, resolved)) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["adamw", "adamw_8bit", "adafactor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sgd", "muon"))],
+)
+@pytest.mark.parametrize("layout", [{"data_replicate": 1}, {"data_shard": 8}], ids=["single", "fsdp"])
+def test_updates_move_the_bytes_that_their_trace_has(kind: str, layout: dict[str, int]) -> None:
+    """AdamW's were planned at half, of 8 bits at a twentieth, and Adafactor's as if a rank updated its part alone."""
+    job = wide_job("llama", layout, global_batch_size=32, optimizer={"kind": kind})
+    world_size = max(layout.values())
+    resolved = planner.resolve(job, world_size=world_size)
+    shape, counted = shape_of(job), trace(resolved, 0)["work"]["moved_bytes"]["optimizer"]
+    assert shape is not None
+    planned = update_moved_bytes(shape, layout_of_resolved(job, resolved), shape.params / layout.get("data_shard", 1))
+    assert planned == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

@@ -24,6 +24,27 @@ _ADAMW = 2
 """Of a rank's part of what Muon leaves to AdamW: the root of its second moment, and the update."""
 
 
+MOVED_BYTES = {"adamw": 44.0, "adamw_paged": 44.0, "sgd": 56.0, "adamw_8bit": 290.0, "muon": 89.0, "adafactor": 36.0}
+"""That an update and the clipping before it read and write of a weight that a rank has, in float32: as a dry run counts
+the trainer's kernels. AdamW's is one; eight bits are unpacked and packed by torch's operations, a dozen of them."""
+
+_DEALT = 40.0
+"""Of Muon's more, where its matrices are dealt out to ranks: stacks, and what is sent."""
+
+_OF_WHOLE = 64.0
+"""Of Adafactor's more, of every weight of the matrix: each rank updates it as a whole."""
+
+
+def update_moved_bytes(shape: ModelShape, layout: Layout, own_params: float) -> float:
+    """What a step's update moves through a rank's memory, beside Muon's products; `own_params`: the weights that the
+    rank updates. Of our own trainer's torch engine, where nothing is offloaded and whole models are trained."""
+    each = MOVED_BYTES[layout.optimizer]
+    if layout.optimizer == "muon" and layout.zero_stage == 3 and layout.shard_degree > 1:
+        each += _DEALT
+    whole = shape.params / layout.pipeline if layout.optimizer == "adafactor" else 0.0
+    return (each * own_params + _OF_WHOLE * whole) * (2 if layout.precision == "fp64" else 1)
+
+
 def update_temporary_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """At their most; 0 of adapters, whose matrices are thin, and of optimizers that go weight by weight."""
     if layout.method != "full" or layout.engine != "torch":

@@ -29,6 +29,7 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, masters_of, state_bytes, sums_narrow, sums_on_host
 from trainyard.planner.muon import muon_seconds
 from trainyard.planner.operators import Operators
+from trainyard.planner.optimizer_updates import update_moved_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
@@ -752,7 +753,8 @@ def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constant
 
 
 def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants) -> float:
-    """AdamW reads and writes its state once: bound by memory (by PCIe and the host's memory when offloaded)."""
+    """An update reads and writes its state once, or as often as our own trainer's kernels do: bound by memory (by PCIe
+    and the host's memory when offloaded)."""
     each = state_bytes(layout)
     share = layout.shard_degree if layout.zero_stage else 1
     both = _most_params(shape, layout)
@@ -761,9 +763,11 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fa
     if layout.method != "full":
         params *= 0.01
     if layout.offload == "none":
-        bytes_ = params * (each.parameter + each.gradient + each.optimizer)
+        bytes_ = constants.optimizer_passes * (params * (each.parameter + each.gradient + each.optimizer))
+        if layout.library == "trainyard" and layout.engine == "torch" and layout.method == "full":
+            bytes_ = update_moved_bytes(shape, layout, params)
         bandwidth = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
-        return constants.optimizer_passes * bytes_ / bandwidth
+        return bytes_ / bandwidth
     # Gradients out and, where they aren't offloaded too, parameters back over PCIe.
     moved = each.gradient * _gradient_trips(layout) + each.parameter * (layout.offload_parameters == "none")
     moved *= params / PCIE_BYTES_PER_SECOND
