@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
@@ -126,6 +127,22 @@ def test_muon_deals_out_what_is_alike(num_replicas: int, expected: list[list[int
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     dealt = _dealt(parameters, num_replicas, are_kernels=False)
     assert [[places[id(each)] for each in alike] for alike in dealt] == expected
+
+
+def test_what_replicas_send_each_other_lies_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are sent as they lie: a sender's rows are no columns to whose parameter is a transpose."""
+    seen: list[bool] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "broadcast", lambda sent, **_: seen.append(sent.is_contiguous()))
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda _, rank=rank: rank)
+        parameters = [nn.Parameter(torch.randn(4, 6).t()), nn.Parameter(torch.randn(4, 6).t())]
+        for parameter in parameters:
+            parameter.grad = torch.randn(6, 4)
+        groups = [{"params": parameters, "orthogonal": True}]
+        group: Any = "the replicas"
+        Muon(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, replicas=group).step()
+    assert seen == [True] * 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 is a GPU's")

@@ -148,6 +148,14 @@ def test_local_statistics_differ_and_half_precision_trains(shards: Path, tmp_pat
         assert worst({**result, "grad_norm": []}, {**whole, "grad_norm": []}) < 0.2
 
 
+@pytest.mark.slow
+def test_pictures_reach_a_sharded_embedding_in_its_weights_type(shards: Path, tmp_path: Path) -> None:
+    """ViT's is a unit of FSDP of its own, and asks the type of a weight that isn't gathered yet."""
+    job = image_job(shards, model={"config": VIT}, training=ADAMW | {"steps": 2, "precision": "bf16"})
+    ddp, fsdp = run(2, tmp_path, [TaskRequest("ddp", job), TaskRequest("fsdp", job)])
+    assert fsdp["loss"] == pytest.approx(ddp["loss"], rel=0.02)
+
+
 def test_batch_norm_is_torchs_own_on_one_process() -> None:
     torch.manual_seed(1)
     theirs = torch.nn.BatchNorm2d(3).double()

@@ -7,6 +7,7 @@ from torch import nn
 from trainer.strategies.fsdp import unit_bounds
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE
 
 from trainyard.errors import InputError
 from trainyard.spec.base import parse
@@ -46,6 +47,17 @@ def test_rotations_in_float32_are_given_to_a_block_as_they_are() -> None:
         again = {"activation_checkpointing": recompute}
         (two,) = run(2, [RunRequest("fsdp", last_step=2, job=job | again)])
         assert worst_relative_error(two, one) < 1e-12, recompute
+
+
+def test_what_is_wider_than_a_blocks_weights_reaches_it_in_their_type() -> None:
+    """XGLM's positions are float32, and its norms bf16 here, which take nothing else."""
+    sizes = {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4, "vocab_size": VOCAB_SIZE}
+    without = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
+    model = {"model_type": "xglm", "max_position_embeddings": 64, **sizes, **without}
+    job = {"model": model, "precision": "bf16", "document_masks": False}
+    (one,) = run(1, [RunRequest("single", last_step=2, job=job)])
+    (two,) = run(2, [RunRequest("fsdp", last_step=2, job=job)])
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
 
 
 @pytest.mark.full

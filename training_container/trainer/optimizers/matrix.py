@@ -223,7 +223,10 @@ class Muon(torch.optim.Optimizer):
                 # Of a tall matrix it is a transpose, and what is sent are its bytes as they lie.
                 own = _scaled_update(self._direction(parameter), are_kernels=group["kernels"]).contiguous()
         for index, parameter in enumerate(parameters):
-            update = torch.empty_like(parameter) if index != place or own is None else own
+            if index == place and own is not None:
+                update = own
+            else:  # row by row as well, whatever order the parameter itself has
+                update = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             dist.broadcast(update, group=self._replicas, group_src=index)
             yield update
 

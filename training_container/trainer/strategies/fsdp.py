@@ -24,6 +24,9 @@ from trainyard.spec.support import MOST_EXPERT_PADDING
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp64": torch.float64}
 """What FSDP gathers, and what is between the matrix products: fp8 is inside of them."""
 
+_ROTATIONS = "position_embeddings"
+"""What transformers' models give their blocks by this name: cosines and sines of the positions."""
+
 _PACKED_DIMS = 3
 """Of a layer's experts in one weight: (experts, out, in)."""
 
@@ -87,20 +90,22 @@ def shard_weights(
     settings, policy = job.parallelism.fsdp, precision_policy(job.spec.training.precision)
     stated = settings.reshard_after_forward
     is_dropped = not keep_gathered if stated == "auto" else stated
-    # A block gets what the model gives it. Cast to the type of the weights, what families keep in float32 (OLMo's and
-    # ERNIE's rotations, Mamba's residual stream) would have three digits in bf16, where one process and DDP have seven.
-    as_given = dataclasses.replace(policy, cast_forward_inputs=False)
+    # Mamba's residual stream has seven digits in one process and under DDP, too.
+    keeps_wide = getattr(getattr(root, "config", None), "residual_in_fp32", False)
+    of_blocks = dataclasses.replace(policy, cast_forward_inputs=False) if keeps_wide else policy
     units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
     placements = {weight: placement_of(weight, mesh.size(-1)) for weight in root.parameters()}
     for unit in units:
         shard(
             unit,
             mesh=mesh,
-            mp_policy=as_given,
+            mp_policy=of_blocks,
             reshard_after_forward=is_dropped,
             shard_placement_fn=placements.get,
         )
     shard(root, mesh=mesh, mp_policy=policy)
+    for block in blocks:
+        _keep_positions(block)
     _prefetch([unit[0] for unit in units], settings.prefetch_units)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -111,6 +116,26 @@ def shard_weights(
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def _keep_positions(block: nn.Module) -> None:
+    """Has a sharded block's rotations as they are given.
+
+    FSDP casts all that a unit is given to the type of its weights. Families that rotate in float32 (OLMo's, ERNIE's)
+    leave their rotations in it: in bf16 they would have three digits, where one process and DDP have seven.
+    """
+    given: list[Any] = []
+
+    def take(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given.append(named.get(_ROTATIONS))
+        return args, {name: value for name, value in named.items() if name != _ROTATIONS}
+
+    def give(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        rotations = given.pop()
+        return args, named if rotations is None else named | {_ROTATIONS: rotations}
+
+    block.register_forward_pre_hook(take, prepend=True, with_kwargs=True)
+    block.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def placement_of(weight: nn.Parameter, num_ranks: int) -> Shard | None:
