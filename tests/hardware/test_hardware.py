@@ -116,6 +116,12 @@ def test_a_card_on_pcie_has_its_own_power_memory_and_links() -> None:
     assert card.memory_tb_per_second == 1.935 and gpu("A100-PCIE-40GB").memory_tb_per_second == 1.555
 
 
+@pytest.mark.parametrize("name", ["RTX 3070 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4060 SUPER"])
+def test_a_card_of_another_word_is_another(name: str) -> None:
+    with pytest.raises(InputError, match="unknown GPU"):
+        gpu(name)
+
+
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"unknown GPU 'H1000'.*known: .*H200"):
         gpu("H1000")

@@ -58,6 +58,7 @@ LLAMA: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 16, "se
         ),
         ({"sharding": "hsdp", "data_replicate": 4}, {"sharding": "zero3", "data_replicate": 4}),
         ({"sharding": "hsdp", "gpus": 4}, {"sharding": "zero3", "data_replicate": 1, "gpus": 4}),
+        ({"sharding": "hsdp", "gpus": 12}, {"sharding": "zero3", "gpus": 12}),
         ({"tensor_parallel_size": 4, "mbs": 2, "gbs": 64}, {"tp": 4, "micro_batch": 2, "global_batch": 64}),
         ({"model": "Llama3.1-8B"}, {}),
         ({"model": "deepseek-ai/DeepSeek-V3.1", "ep": 8}, {"model": "deepseek-v3", "ep": 8}),
@@ -76,13 +77,23 @@ def test_other_words_say_the_same(words: dict[str, Any], plain: dict[str, Any]) 
         *(("precision", value) for value in ("tensorfloat32", "bf16/fp16", "bf16, without fp8", "w8a16")),
         *(("optimizer", value) for value in ("adamw_torch_4bit", "galore_adamw", "apollo_adamw", "adam_mini")),
         *(("method", value) for value in ("dora", "galore", "freeze", "prefix-tuning", "qlora 8bit")),
-        *(("recompute", value) for value in ("sometimes", "1", "half")),
+        *(("recompute", value) for value in ("sometimes", "1", "half", "block")),
         *(("optimizer", value) for value in ("adamw_bf16", "DeepSpeedCPUAdam", "schedule_free_adamw", "nadam")),
     ],
 )
 def test_words_that_say_more_than_the_planner_knows_are_refused(name: str, value: str) -> None:
     with pytest.raises(InputError, match=rf"{name}: must be one of .* \(given: '{re.escape(value.lower())}'\)"):
         predict(LLAMA | {name: value})
+
+
+def test_copies_of_hsdp_are_as_many_as_the_machines() -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "g5.12xlarge", "gpus": 16, "seq": 4096}
+    assert in_plain_words(asked | {"sharding": "HSDP"})["data_replicate"] == 4
+
+
+def test_a_whole_models_training_that_has_a_rank_is_asked_about() -> None:
+    with pytest.raises(InputError, match=r"method: must be one of full, lora, qlora .given: 'SFT'"):
+        predict(LLAMA | {"method": "SFT", "lora_rank": 16})
 
 
 OTHERS: dict[str, Any] = {

@@ -145,7 +145,9 @@ def _key(name: str) -> str | None:
     text = " ".join(re.sub(rf"\b{_SIZE}", " ", text).split())
     # The longest name first, so that "GB200" is not read as "B200".
     for known in sorted(_known(), key=len, reverse=True):
-        if re.search(rf"(?<![A-Z0-9]){re.escape(known)}(?![A-Z0-9])", text):
+        found = re.search(rf"(?<![A-Z0-9]){re.escape(known)}(?![A-Z0-9])", text)
+        # "RTX 3070 Ti" and a laptop's "RTX 4090" are others than those without the word.
+        if found and not re.match(r" ?(?:TI|SUPER|LAPTOP|MOBILE|MAX Q)(?![A-Z0-9])", text[found.end() :]):
             return known
     return None
 

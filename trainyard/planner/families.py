@@ -499,7 +499,7 @@ def checked(shape: ModelShape) -> ModelShape:
 
 
 OTHER_SIZES = re.compile(
-    r"(?<![a-z0-9])(?:distill(?:ed)?|lite|moe|mini|nano|tiny|multimodal|vision|audio|omni|vl|"
+    r"(?<![a-z0-9])(?:distill(?:ed)?|lite|moe|mini|flash|nano|tiny|multimodal|vision|audio|omni|vl|"
     r"\d+x(?:\d+b)?|a\d+(?:\.\d+)?b)(?![a-z0-9])"
 )
 """Words beside a model's name that say that its sizes are another's: what was distilled, cut down, made of experts, or
@@ -513,6 +513,8 @@ def _stated_sizes(text: str) -> list[float]:
     """Billions of parameters that a name states: 8 of "llama-3.1-8b", 0.125 of "opt-125m". "1M" and "10M" are
     words of a sequence."""
     billions = re.findall(r"(?<![a-z0-9.])(\d{1,5}(?:\.\d{1,3})?)b(?![a-z0-9])", text)
+    # BLOOM's "7b1".
+    billions += [f"{whole}.{tenth}" for whole, tenth in re.findall(r"(?<![a-z0-9.])(\d{1,3})b(\d)(?![a-z0-9])", text)]
     millions = re.findall(r"(?<![a-z0-9.])(1[1-9]|[2-9]\d|\d{3})m(?![a-z0-9])", text)
     return [float(size) for size in billions] + [float(size) / 1000 for size in millions]
 
@@ -526,7 +528,8 @@ def normal_name(name: str) -> str:
     text = name.strip().rstrip("/").rsplit("/", 1)[-1].lower()
     # A version's point as "phi-1_5", "llama3_1_8b" or "qwen-2-5-7b" write it.
     text = re.sub(r"(?<![a-z0-9])(phi-1|internlm2)_5(?!\d)", r"\1.5", text)
-    text = re.sub(r"(?<![a-z0-9])(llama-?3|qwen-?2)[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
+    text = re.sub(r"(?<![a-z0-9])(llama[-_]?3|qwen[-_]?2)[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
+    text = re.sub(r"(?<=-)(\d)_(\d)(?=b(?![a-z0-9]))", r"\1.\2", text)  # "stablelm-2-1_6b"
     text = re.sub(r"[_\s]+", "-", text)
     text = (
         text.replace("deepseekv", "deepseek-v")
@@ -579,9 +582,26 @@ def known_name(name: str) -> str | None:
         if found is None:
             continue
         beside = f"{text[: found.start()]} {text[found.end() :]}"
+        if _is_other(known, beside, after=text[found.end() :]):
+            continue
         if not OTHER_SIZES.search(beside) and all(has_size(known, size) for size in _stated_sizes(beside)):
             return known
     return None
+
+
+def _is_other(known: str, beside: str, *, after: str) -> bool:
+    """Whether what stands beside a known name makes it another's: a family's name that it lacks ("zephyr-7b-gemma"), or
+    a version behind one that has no size ("mistral-large-3")."""
+    named = set(re.findall(r"[a-z]+", beside)) & set(FAMILY_WORDS)
+    is_version = not _stated_sizes(known) and re.match(r"-\d{1,2}(?![a-z0-9.])", after) is not None
+    return is_version or any(word not in known for word in named)
+
+
+FAMILY_WORDS = (
+    *("llama", "mistral", "mixtral", "qwen", "gemma", "phi", "falcon", "nemotron", "deepseek", "olmo", "granite"),
+    *("gpt", "opt", "bloom", "minitron"),
+)
+"""Names of families that other models' names have in them."""
 
 
 def has_size(known: str, billions: float) -> bool:

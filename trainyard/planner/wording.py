@@ -56,10 +56,10 @@ def _precision(text: str) -> str:
 
 
 def _recompute(text: str) -> str:
-    """Megatron's "uniform" and "block" and a plain yes compute all layers again, torchtitan's "op" every second
-    product."""
+    """Megatron's "uniform" and a plain yes compute all layers again (its "block" some, which it counts beside);
+    torchtitan's "op" every second product."""
     words = re.sub(r"[^a-z0-9]", "", text)
-    known = dict.fromkeys(("true", "yes", "on", "all", "uniform", "block", "fulluniform", "fullblock"), "full")
+    known = dict.fromkeys(("true", "yes", "on", "all", "uniform", "fulluniform"), "full")
     known |= dict.fromkeys(("gradientcheckpointing", "activationcheckpointing", "everylayer"), "full")
     known |= dict.fromkeys(("false", "no", "off", "disabled"), "none")
     known |= dict.fromkeys(("op", "selectiveop", "coreattn", "coreattention"), "selective")
@@ -78,6 +78,11 @@ def _method(text: str) -> str:
     known = dict.fromkeys(("qlora4bit", "qloranf4", "lora4bit", "4bitlora", "4bitqlora", "loranf4"), "qlora")
     known |= dict.fromkeys(("lora16bit", "lorabf16", "16bitlora", "loraft", "loratuning"), "lora")
     return known.get(words, text)
+
+
+def _says_full(value: object) -> bool:
+    """Whether a method is one of the words for whole models, but for "full" itself."""
+    return isinstance(value, str) and value.lower() != "full" and _method(value.lower()) == "full"
 
 
 SAME_STATE = "torch|apex|xla|npu|hf|bnb|fused|foreach|distributed|decoupled"
@@ -112,14 +117,16 @@ def in_plain_words(content: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and found.get(usual) not in (None, value):
             raise InputError(f"{name} {value!r}: {usual} is {found[usual]!r}; leave one of the two out")
         found[usual] = value if found.get(usual) is None else found[usual]
-    found = _with_copies(found)
+    found = _with_copies(_with_machine(found))
     for name, spelling in SPELLINGS.items():
         value = found.get(name)
+        if name == "method" and found.get("lora_rank") is not None and _says_full(value):
+            continue  # a rank is LoRA's: nothing is read into the two
         if isinstance(value, str) or (name == "sharding" and isinstance(value, int) and not isinstance(value, bool)):
             found[name] = spelling(str(value).lower())
     if isinstance(found.get("recompute"), bool):
         found["recompute"] = "full" if found["recompute"] else "none"
-    return _with_machine(found)
+    return found
 
 
 def _with_copies(found: dict[str, Any]) -> dict[str, Any]:
@@ -128,17 +135,17 @@ def _with_copies(found: dict[str, Any]) -> dict[str, Any]:
     words = re.sub(r"[^a-z0-9]", "", str(found.get("sharding")).lower())
     if words not in HYBRID or found.get("data_replicate") is not None:
         return found
-    stated = [
-        found.get("gpus"),
-        *(found.get(name) or 1 for name in ("tp", "pp", "cp")),
-        found.get("gpus_per_node") or 8,
-    ]
+    place = str(found.get("interconnect")).lower()
+    machine = next((instance(name) for name in instance_types() if name in place), None)
+    usual = machine.num_gpus if machine and machine.gpu else 8
+    splits = (found.get(name) or 1 for name in ("tp", "pp", "cp"))
+    stated = [found.get("gpus"), *splits, found.get("gpus_per_node") or usual]
     sizes = [size for size in stated if isinstance(size, int) and size > 0]
     if len(sizes) < len(stated):
         return found
     gpus, tensor, pipeline, context, per_node = sizes
-    within = max(1, per_node // (tensor * context))
-    return found | {"data_replicate": max(1, gpus // (tensor * pipeline * context) // within)}
+    ranks, within = gpus // (tensor * pipeline * context), max(1, per_node // (tensor * context))
+    return found if ranks > within and ranks % within else found | {"data_replicate": max(1, ranks // within)}
 
 
 def _with_machine(found: dict[str, Any]) -> dict[str, Any]:

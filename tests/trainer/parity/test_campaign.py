@@ -123,7 +123,7 @@ def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
 def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_path: Path) -> None:
     told = play(draw(seed), tmp_path)
     assert told.problems == []
-    assert all(error < 1e-12 for name, error in told.errors.items() if name.endswith(("numbers", "whole")))
+    assert all(error < 1e-11 for name, error in told.errors.items() if name.endswith(("numbers", "whole")))
     assert len(told.errors) == 10
 
 
