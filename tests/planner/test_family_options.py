@@ -36,6 +36,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {"num_key_value_heads": 4},
     "gptj": {"rotary_dim": 8},
 }
 """What a small one needs that is not only made, but runs."""

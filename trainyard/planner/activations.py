@@ -33,7 +33,7 @@ def layer_activation_bytes(
         if layout.offloads_checkpoints:
             # One goes out or comes in while the next layer has its own, which counts as rebuilt.
             return 0.0
-        return residual * layout.stream_bytes / layout.element_bytes
+        return residual * shape.stream_width / shape.hidden * layout.stream_bytes / layout.element_bytes
     if recompute == "selective" and layout.engine == "torch":
         share = constants.selective_share if layout.saves_every_second_product else 1.0
         kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.value_dim / layout.tensor
@@ -56,6 +56,9 @@ def layer_activation_bytes(
     # Residual dropout keeps a mask of a byte an element.
     halves += shape.cross_attention
     units = _norm_units(layout, constants) - ("layernorm" in again)
+    if shape.compression is not None:
+        # All streams that a block reads from, and its own result, which the weights' gradient needs.
+        units += shape.compression.streams + 1
     norms = halves * residual * (units + layout.dropout / layout.element_bytes)
     return (attention + block + routed + mixer) / shape.layers + norms
 
@@ -79,7 +82,7 @@ def _attention_bytes(shape: ModelShape, layout: Layout, again: Set[str]) -> floa
     `again`: of RECOMPUTED_MODULES those that aren't kept.
     """
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
-    width = 2 * shape.query_dim + 2 * shape.kv_dim
+    width: float = 2 * shape.query_dim + 2 * shape.kv_dim
     if shape.kv_lora_rank:
         # Latent attention (arXiv:2405.04434, section 2.1): keys have all heads, and the position's dimensions are
         # beside the others; both compressed streams and their norms' outputs stay, on every tensor rank.
@@ -87,6 +90,7 @@ def _attention_bytes(shape: ModelShape, layout: Layout, again: Set[str]) -> floa
         if "mla_up_proj" in again:
             width = shape.value_dim
         width += 2 * (shape.q_lora_rank + shape.kv_lora_rank) * layout.tensor // layout.norm_split
+    width += _sparse_width(shape) * layout.tensor // layout.norm_split
     statistics = 4 * shape.heads / layout.tensor
     matrix = 0.0
     if not layout.flash_attention and "core_attn" not in again:
@@ -100,6 +104,22 @@ def _attention_bytes(shape: ModelShape, layout: Layout, again: Set[str]) -> floa
         # Queries and keys are rotated in fp32, out of place.
         width += 2 * (shape.query_dim + shape.kv_dim)
     return tokens * (element * width / layout.tensor + statistics + matrix)
+
+
+def _sparse_width(shape: ModelShape) -> float:
+    """Elements a token, the mean layer's, of what chooses and compresses positions: its queries and key, or values and
+    gates of entries; and of DeepSeek-V4's latent, and the groups' results."""
+    indexer, compression = shape.indexer, shape.compression
+    if indexer is None:
+        return 0.0
+    queries = indexer.heads * (indexer.head_dim + 1) * indexer.layers / shape.layers
+    if compression is None:
+        return queries + indexer.head_dim * indexer.layers / shape.layers
+    entries = 4 * (shape.head_dim + indexer.head_dim) * compression.chosen_layers / shape.layers
+    entries += 2 * shape.head_dim * compression.heavy_layers / shape.layers
+    # Queries are normalized head by head, and their norm's input stays beside what it gives.
+    latent = 2 * shape.q_lora_rank + shape.query_dim + compression.output_groups * compression.output_rank
+    return queries + entries + latent
 
 
 def _softmax_is_fused(shape: ModelShape, layout: Layout) -> bool:
@@ -289,4 +309,4 @@ def pipeline_buffer_bytes(shape: ModelShape, layout: Layout) -> float:
     if layout.pipeline == 1:
         return 0.0
     tensors = 3 if layout.chunks == 1 else 2 * layout.chunks + 1
-    return tensors * layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.norm_split
+    return tensors * layout.tokens_per_micro_batch * shape.stream_width * layout.element_bytes / layout.norm_split

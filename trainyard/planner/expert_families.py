@@ -232,7 +232,7 @@ def _hunyuan_v1_moe(config: Config) -> ModelShape:
     )
 
 
-def _sparse_layers(config: Config, layers: int, *, dense: int) -> int:
+def sparse_layers(config: Config, layers: int, *, dense: int) -> int:
     """Layers with experts: as listed, else all but the first few."""
     kinds = listed(config, "mlp_layer_types")
     if kinds is None:
@@ -253,7 +253,7 @@ def _exaone_moe(config: Config) -> ModelShape:
         **patterned_windows(config, sizes["layers"], every=4, pattern=("sliding_window_pattern",)),
         qk_norm_per_head=True,
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
-        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=dense),
+        dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=dense),
         wide_router=True,
         wide_weights=True,
     )
@@ -282,7 +282,7 @@ def _glm4_moe_lite(config: Config) -> ModelShape:
         | latents({**config, "qk_rope_head_dim": rotated}, query=768, key=192, value=256)
         | routed(config, width=expert, experts=64, per_token=4),
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
-        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=1),
+        dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
         wide_weights=True,
     )
@@ -379,7 +379,7 @@ def _hy_v3(config: Config) -> ModelShape:
         **routed(config, width=expert, experts=192, per_token=8, experts_names=EXPERT_NAMES),
         qk_norm_per_head=True,
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
-        dense_layers=sizes["layers"] - _sparse_layers(config, sizes["layers"], dense=1),
+        dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
         wide_weights=True,
     )
@@ -418,7 +418,7 @@ def _cohere2_moe(config: Config) -> ModelShape:
         logits="scaled",
         weights_as_read=True,
         shared_ffn=expert * number(config, 0, "num_shared_experts"),
-        dense_layers=layers - _sparse_layers(config, layers, dense=dense),
+        dense_layers=layers - sparse_layers(config, layers, dense=dense),
     )
 
 

@@ -46,6 +46,7 @@ from trainyard.planner.kinds import EXPERTS, is_plain
 from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.older_families import LEARNED_POSITIONS, OLDER_READERS
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.sparse_families import SPARSE_READERS
 from trainyard.spec.model_types import position_names
 
 
@@ -178,7 +179,7 @@ def _gemma2(config: Config) -> ModelShape:
     )
 
 
-WRITTEN_OUT = frozenset({"bloom", "codegen", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"})
+WRITTEN_OUT = frozenset({"bloom", "codegen", "deepseek_v4", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"})
 """Model types whose attention transformers writes out: it gives them to none of torch's kernels (`_supports_sdpa`)."""
 
 NARROW_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_oss"})
@@ -395,6 +396,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     **DENSE_READERS,
     **EXPERT_READERS,
     **OLDER_READERS,
+    **SPARSE_READERS,
 }
 """model_type to reader; parameter counts are tested against transformers."""
 
@@ -528,7 +530,10 @@ def normal_name(name: str) -> str:
     text = name.strip().rstrip("/").rsplit("/", 1)[-1].lower()
     # A version's point as "phi-1_5", "llama3_1_8b" or "qwen-2-5-7b" write it.
     text = re.sub(r"(?<![a-z0-9])(phi-1|internlm2)_5(?!\d)", r"\1.5", text)
-    text = re.sub(r"(?<![a-z0-9])(llama[-_]?3|qwen[-_]?2)[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
+    text = re.sub(r"(?<![a-z0-9])(llama[-_]?3|qwen[-_]?[23])[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
+    text = re.sub(
+        r"(?<![a-z0-9])(nemotron[-_]3|deepseek[-_]v3|glm[-_][45]|kimi[-_]k2)[-_](\d)(?![a-z0-9])", r"\1.\2", text
+    )
     text = re.sub(r"(?<=-)(\d)_(\d)(?=b(?![a-z0-9]))", r"\1.\2", text)  # "stablelm-2-1_6b"
     text = re.sub(r"[_\s]+", "-", text)
     text = (
@@ -539,7 +544,7 @@ def normal_name(name: str) -> str:
     text = re.sub(r"deepseek-v3\.1(?!\d)", "deepseek-v3", text)  # of the same sizes
     # "Llama3-8B", "Phi3-mini"; "Qwen-2.5-7B", "GPT-2", "GPT-3".
     text = re.sub(r"(?<![a-z0-9])(llama|gemma|phi)(?=\d)", r"\1-", text)
-    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3)-)|(gpt)-(?=[23](?!\d)))", r"\1\2", text)
+    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3|3\.[56])-)|(gpt)-(?=[23](?!\d)))", r"\1\2", text)
 
 
 def says_experts(name: str) -> bool:
@@ -692,6 +697,18 @@ def own_config_from_source(source: str) -> Config:
     return config
 
 
+def trained_shape(config: Config) -> ModelShape:
+    """As `shape_from_config`, of a model that our own trainer runs by transformers' code: NotCoveredError also where
+    formulas are of others' kernels alone."""
+    shape = shape_from_config(config)
+    if shape.indexer is not None:
+        raise NotCoveredError(
+            f"model.config.model_type {config['model_type']!r}: transformers writes all of its scores out, which no "
+            "formula here tells (predict plans it under frameworks with kernels of their own)"
+        )
+    return shape
+
+
 def shape_from_source(source: str) -> ModelShape:
-    """The shape of `model.source`."""
-    return shape_from_config(config_from_source(source))
+    """The shape of `model.source`, for our own trainer."""
+    return trained_shape(config_from_source(source))

@@ -1,5 +1,6 @@
 """Hugging Face configurations of well-known models: what a plan needs of them, from their config.json files."""
 
+import re
 from typing import Any
 
 Config = dict[str, Any]
@@ -70,6 +71,45 @@ def _routed(experts: int, per_token: int, ffn: int, *, shared: int, dense: int) 
         "moe_intermediate_size": ffn,
         "n_shared_experts": shared,
         "first_k_dense_replace": dense,
+    }
+
+
+def _delta(
+    hidden: int, layers: int, heads: int, kv_heads: int, *, ffn: int = 0, values: int, experts: Config | None = None
+) -> Config:
+    """Qwen3.5's text part: three gated delta rules, of so many value heads, to a layer of attention."""
+    kind = "qwen3_5_text" if experts is None else "qwen3_5_moe_text"
+    sizes = _sizes(kind, hidden, ffn, layers, heads, kv_heads, 248320, head_dim=256, linear_num_value_heads=values)
+    # Of experts alone there is no other width.
+    return {name: value for name, value in sizes.items() if ffn or name != "intermediate_size"} | (experts or {})
+
+
+def _qwen_experts(experts: int, per_token: int, ffn: int) -> Config:
+    """Experts, and a shared one as wide as one of them."""
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": ffn,
+        "shared_expert_intermediate_size": ffn,
+    }
+
+
+def _compressed(hidden: int, layers: int, heads: int, *, query: int, chosen: int, groups: int, plain: bool) -> Config:
+    """DeepSeek-V4's attention; `plain`: of the first two layers, which have a window alone and not heavy entries."""
+    first = [0, 0] if plain else [128, 128]
+    ratios = first + [128 if index % 2 else 4 for index in range(layers - 2)]
+    return {
+        "model_type": "deepseek_v4",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "vocab_size": 129280,
+        "q_lora_rank": query,
+        "index_topk": chosen,
+        "o_groups": groups,
+        "compress_ratios": ratios,
     }
 
 
@@ -185,6 +225,11 @@ _OF_QWEN: dict[str, Config] = {
     ),
     "qwen3-coder-480b-a35b": _sizes("qwen3_moe", 6144, 8192, 62, 96, 8, 151936)
     | {"head_dim": 128, "num_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 2560},
+    "qwen3.5-27b": _delta(5120, 64, 24, 4, ffn=17408, values=48),
+    "qwen3.5-35b-a3b": _delta(2048, 40, 16, 2, values=32, experts=_qwen_experts(256, 8, 512)),
+    "qwen3.5-122b-a10b": _delta(3072, 48, 32, 2, values=64, experts=_qwen_experts(256, 8, 1024)),
+    "qwen3.5-397b-a17b": _delta(4096, 60, 32, 2, values=64, experts=_qwen_experts(512, 10, 1024)),
+    "mimo-7b": _sizes("qwen2", 4096, 11008, 36, 32, 8, 151680),
     "qwen3-next-80b-a3b": {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512},
 }
 
@@ -198,6 +243,23 @@ _OF_DEEPSEEK: dict[str, Config] = {
     "deepseek-v3": _sizes("deepseek_v3", 7168, 18432, 61, 128, 128, 129280)
     | _routed(256, 8, 2048, shared=1, dense=3)
     | _latent(),
+    "deepseek-v3.2": _sizes("deepseek_v32", 7168, 18432, 61, 128, 128, 129280)
+    | _routed(256, 8, 2048, shared=1, dense=3)
+    | _latent(),
+    "deepseek-v4-flash": _compressed(4096, 43, 64, query=1024, chosen=512, groups=8, plain=True)
+    | {"n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "n_shared_experts": 1},
+    "deepseek-v4-pro": _compressed(7168, 61, 128, query=1536, chosen=1024, groups=16, plain=False)
+    | {"n_routed_experts": 384, "num_experts_per_tok": 6, "moe_intermediate_size": 3072, "n_shared_experts": 1},
+    "glm-4.7-flash": _sizes("glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880)
+    | _routed(64, 4, 1536, shared=1, dense=1)
+    | _latent(nope=192, value=256, query=768),
+    "glm-5": _sizes("glm_moe_dsa", 6144, 12288, 78, 64, 64, 154880)
+    | _routed(256, 8, 2048, shared=1, dense=3)
+    | _latent(nope=192, value=256, query=2048),
+    "glm-5.2": _sizes("glm_moe_dsa", 6144, 12288, 78, 64, 64, 154880)
+    | _routed(256, 8, 2048, shared=1, dense=3)
+    | _latent(nope=192, value=256, query=2048)
+    | {"index_topk_freq": 4, "index_skip_topk_offset": 3},
     "kimi-k2": _sizes("deepseek_v3", 7168, 18432, 61, 64, 64, 163840)
     | _routed(384, 8, 2048, shared=1, dense=1)
     | _latent(),
@@ -395,11 +457,10 @@ _OF_OTHERS: dict[str, Config] = {
         "vocab_size": 131072,
         "moe_latent_size": 1024,
     },
-    # Of Nemotron 3 Ultra only the totals are known to us (550B, 55B active): sizes that reach them, in Super's style.
     "nemotron-3-ultra": {
         "model_type": "nemotron_h",
         "hidden_size": 8192,
-        "hybrid_override_pattern": "MEMEMEME*" * 12,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEM*EMEMEMEM*E" * 4 + "MEMEMEME",
         "num_attention_heads": 64,
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -415,6 +476,20 @@ _OF_OTHERS: dict[str, Config] = {
         "intermediate_size": 5120,
         "vocab_size": 131072,
         "moe_latent_size": 2048,
+    },
+    "nemotron-h-56b": {
+        "model_type": "nemotron_h",
+        "hidden_size": 8192,
+        "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 256,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 256,
+        "n_groups": 8,
+        "intermediate_size": 32768,
+        "vocab_size": 131072,
     },
     "stablelm-3b-4e1t": _sizes("stablelm", 2560, 6912, 32, 32, 32, 50304),
     "stablelm-2-1.6b": _sizes("stablelm", 2048, 5632, 24, 32, 32, 100352, use_qkv_bias=True),
@@ -483,7 +558,13 @@ _SAME_SIZES = {
     **{"olmo-3-1025-7b": "olmo-3-7b", "olmo-3-1125-32b": "olmo-3-32b"},
     **{f"granite-3.{minor}-{size}": f"granite-3.1-{size}" for minor in (0, 2, 3) for size in ("2b", "8b")},
     **{"aya-23-35b": "command-r", "aya-expanse-8b": "aya-23-8b", "aya-expanse-32b": "command-r-08-2024"},
-    **{"glm-4.6": "glm-4.5", "chatglm3-6b": "chatglm2-6b"},
+    **{"glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5", "glm-5.1": "glm-5", "chatglm3-6b": "chatglm2-6b"},
+    **{"qwen3.6-27b": "qwen3.5-27b", "qwen3.6-35b-a3b": "qwen3.5-35b-a3b"},
+    **{f"minimax-m2.{minor}": "minimax-m2" for minor in (1, 5, 7)},
+    **{f"kimi-k2.{minor}": "kimi-k2" for minor in (5, 6, 7)},
+    **{"nemotron-3-nano-30b-a3b": "nemotron-3-nano", "nemotron-3-super-120b-a12b": "nemotron-3-super"},
+    **{"nemotron-3-ultra-550b-a55b": "nemotron-3-ultra"},
+    **{"nemotron-3.5-lightning": "nemotron-3-nano", "nemotron-3.5-lightning-30b-a3b": "nemotron-3-nano"},
     **{"llama-4-scout-17b-16e": "llama-4-scout", "llama-4-maverick-17b-128e": "llama-4-maverick"},
     **{"internlm2.5-7b": "internlm2-7b", "internlm2.5-20b": "internlm2-20b"},
 }
@@ -493,6 +574,9 @@ KNOWN_CONFIGS: dict[str, Config] = {
     **{**_OF_LLAMA, **_OF_MISTRAL, **_OF_QWEN, **_OF_DEEPSEEK, **_OF_GPT, **_OF_OTHERS},
 }
 KNOWN_CONFIGS |= {name: KNOWN_CONFIGS[other] for name, other in _SAME_SIZES.items()}
+# Of "qwen3-235b-a22b" people say the first size alone.
+_SHORT = {re.sub(r"(?<=\db)-a[\d.]+b$", "", name): name for name in KNOWN_CONFIGS}
+KNOWN_CONFIGS |= {short: KNOWN_CONFIGS[name] for short, name in _SHORT.items() if short not in KNOWN_CONFIGS}
 
 STAND_INS = frozenset(
     {
@@ -504,6 +588,8 @@ STAND_INS = frozenset(
         *("baichuan-7b", "baichuan-13b", "baichuan2-7b", "baichuan2-13b"),
         *("internlm-7b", "internlm2-1.8b", "internlm2-7b", "internlm2-20b", "internlm3-8b"),
         *("exaone-3.5-2.4b", "exaone-3.5-7.8b", "exaone-3.5-32b"),
+        *("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b", "qwen3.6-27b", "qwen3.6-35b-a3b"),
+        *("mimo-7b", "kimi-k2", "kimi-k2.5", "kimi-k2.6", "kimi-k2.7"),
     }
 )
 """Known names whose sizes are written as another family's, near enough for memory and time: their real configurations

@@ -261,6 +261,11 @@ def understand(content: Mapping[str, Any]) -> Question:
         )
     engine = engine_of(fields, gpus, split)
     layout = _layout(fields, shape, degrees, data_parallel, engine, device)
+    if layout.unfused and shape.indexer is not None:
+        raise InputError(
+            f"framework {fields.text('framework')!r}: writes all scores of this model's attention out, which no "
+            "formula here tells; name a framework with kernels for it, e.g. megatron-core"
+        )
     links = links_of(fields, device, gpus)
     if not fields.given("optimizer") and layout.optimizer == "adamw_paged":
         plain = dataclasses.replace(layout, optimizer="adamw")

@@ -14,8 +14,8 @@ from trainyard.planner.families import (
     NARROW_SOFTMAX,
     config_from_source,
     own_config_from_source,
-    shape_from_config,
     shape_from_source,
+    trained_shape,
     with_positions,
     writes_scores_out,
 )
@@ -60,7 +60,7 @@ def shape_of(job: JobSpec) -> ModelShape | None:
     if config is not None:
         # A covered model with an impossible size is an error; another one is only unknown.
         with suppress(NotCoveredError):
-            return shape_from_config(config)
+            return trained_shape(config)
         return None
     try:
         return required_shape(job)
@@ -76,7 +76,7 @@ def required_shape(job: JobSpec) -> ModelShape:
         )
     config = _stated_config(job)
     if config is not None:
-        return shape_from_config(config)
+        return trained_shape(config)
     assert job.model.source is not None
     return shape_from_source(job.model.source)
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from trainyard.planner.sparse_attention import Compression, Indexer
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -105,6 +107,10 @@ class ModelShape:
     """Latent attention: dimensions of a query and key head that carry the position, beside `head_dim`."""
     value_head_dim: int = 0
     """Latent attention: dimensions of a value head; 0: `head_dim`."""
+    indexer: Indexer | None = None
+    """What chooses the positions that attention sees, where something does."""
+    compression: Compression | None = None
+    """Attention to entries that many positions are compressed into (DeepSeek-V4); it has `kv_heads` 1."""
     attention_window: int = 0
     """Positions that `windowed_layers` attend to; 0: all attend to all."""
     windowed_layers: int = 0
@@ -157,6 +163,11 @@ class ModelShape:
     def kv_dim(self) -> int:
         """Width of all key heads (and of all value heads)."""
         return self.kv_heads * self.head_dim
+
+    @cached_property
+    def stream_width(self) -> int:
+        """Width of what a layer hands to the next: all residual streams."""
+        return self.hidden * (self.compression.streams if self.compression else 1)
 
     @cached_property
     def value_dim(self) -> int:
@@ -245,7 +256,19 @@ class ModelShape:
         """One layer's projections, with biases and query/key norms; under MLA down and up through the latents."""
         if self.kv_lora_rank:
             return self._latent_attention_params()
+        if self.compression:
+            return self.compression.attention_params(self.hidden, self.heads, self.head_dim, self.q_lora_rank)
         return self._plain_attention_params() * (2 if self.cross_attention else 1)
+
+    @cached_property
+    def beside_attention_params(self) -> int:
+        """Of all layers, what chooses or compresses the positions that attention sees, and what weighs streams."""
+        if self.indexer is None:
+            return 0
+        if self.compression is None:
+            return self.indexer.layers * self.indexer.params(self.hidden, self.q_lora_rank)
+        compressors = self.compression.compressor_params(self.hidden, self.head_dim, self.indexer, self.q_lora_rank)
+        return compressors + self.compression.stream_params(self.hidden, self.layers)
 
     def _plain_attention_params(self) -> int:
         projected = self.query_dim * (1 + self.attention_gate) + 2 * self.kv_dim
@@ -332,7 +355,7 @@ class ModelShape:
         dense_layers = self.layers - self.moe_layers
         layers = dense_layers * self.layer_params(moe=False) + self.moe_layers * self.layer_params(moe=True)
         layers += self.encoder_params + self.mtp_layers * self.mtp_params
-        layers += self.delta_layers * (self.delta_params - self.attention_params)
+        layers += self.delta_layers * (self.delta_params - self.attention_params) + self.beside_attention_params
         return self.embedding_params + layers + self.head_params
 
     @cached_property
@@ -374,11 +397,17 @@ class ModelShape:
         heads = self.mtp_layers * self.vocab * self.hidden
         scan = 18.0 * self.mamba_layers * self.mamba_inner * self.mamba_state
         scan += 18.0 * self.delta_layers * self.delta_value_width * self.delta_key_head_dim
+        if self.indexer is not None:
+            attention += 3.0 * self.indexer.layers * self.indexer.flops_per_token(sequence_length)
         weights = (4.0 if is_frozen else 6.0) * (self.matmul_params + encoder + heads)
         return weights + attention * (0.5 if causal else 1.0) + scan
 
     def mean_span(self, sequence_length: float) -> float:
         """Positions that a token attends to, the mean over layers, causality not counted."""
+        if self.indexer is not None:
+            if self.compression is not None:
+                return self.compression.mean_span(sequence_length, self.layers, self.indexer)
+            return self.indexer.mean_span(sequence_length)
         if not self.attention_window or self.attention_window >= sequence_length:
             return sequence_length
         # A window has no causal half: twice its length, as the caller may halve it.

@@ -129,7 +129,9 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
     blocks += shape.delta_layers * shape.delta_params
     blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params
     norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params
-    dense = blocks / shape.layers * stage.layers / layout.tensor + norms
+    # What chooses or compresses positions has one key for all heads, which ranks can't share.
+    beside = shape.beside_attention_params / shape.layers * stage.layers
+    dense = blocks / shape.layers * stage.layers / layout.tensor + norms + beside
     if layout.library == "trainyard":
         # Every tensor rank has them whole: what of attention isn't cut, and routers.
         whole = shape.num_attentions * shape.uncut_attention_params + shape.moe_layers * shape.hidden * shape.experts

@@ -31,6 +31,7 @@ from trainyard.planner.muon import muon_seconds
 from trainyard.planner.operators import Operators
 from trainyard.planner.optimizer_updates import update_moved_bytes
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.sparse_attention import Compression
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
@@ -374,9 +375,11 @@ class _Rank(Operators):
     def _attention(self) -> _Work:
         """Projections, scores, and norm, residual and rotation around them."""
         shape, split = self.shape, self.layout.tensor
+        if shape.compression is not None:
+            return self._compressed(shape.compression)
         width = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim
         if shape.kv_lora_rank:
-            products = self._latent_products()
+            products = self._latent_products() + self._indexing()
         else:
             products = self.product(self.tokens, width / split, shape.hidden)
         last = self.product(self.tokens, shape.hidden, shape.value_dim / split)
@@ -390,6 +393,41 @@ class _Rank(Operators):
             last=last,
             unpacked=unpacked,
             unfused=unfused,
+        )
+
+    def _indexing(self) -> float:
+        """Projections of what chooses positions, of which some layers may have none: the mean layer's."""
+        shape, indexer = self.shape, self.shape.indexer
+        if indexer is None:
+            return 0.0
+        queries = self.product(self.tokens, indexer.heads * indexer.head_dim, shape.q_lora_rank)
+        rest = self.product(self.tokens, indexer.head_dim + indexer.heads, shape.hidden)
+        return (queries + rest) * indexer.layers / shape.layers
+
+    def _compressed(self, compression: Compression) -> _Work:
+        """DeepSeek-V4's attention, the mean layer's, and the weights of its residual streams.
+
+        Streams are read to be weighed, read to be joined to what the block reads, and read and written when the
+        block's result is added to each of them; ordinary layers read and write one.
+        """
+        shape, indexer, split = self.shape, self.shape.indexer, self.layout.tensor
+        assert indexer is not None  # the reader gives both
+        chosen, heavy = compression.chosen_layers / shape.layers, compression.heavy_layers / shape.layers
+        queries = self.product(self.tokens, shape.q_lora_rank + shape.head_dim, shape.hidden)
+        queries += self.product(self.tokens, shape.query_dim / split, shape.q_lora_rank)
+        groups = max(1.0, compression.output_groups / split)
+        depth = shape.query_dim / compression.output_groups
+        joined = self.product(self.tokens * groups, compression.output_rank, depth, groups)
+        last = self.product(self.tokens, shape.hidden, compression.output_groups * compression.output_rank / split)
+        entries = chosen * self.product(self.tokens, 4 * (shape.head_dim + indexer.head_dim), shape.hidden)
+        entries += chosen * self.product(self.tokens, indexer.heads * indexer.head_dim, shape.q_lora_rank)
+        entries += heavy * self.product(self.tokens, 2 * shape.head_dim, shape.hidden)
+        weights = compression.streams * (compression.streams + 2)
+        weighed = 2 * self.product(self.tokens, weights, compression.streams * shape.hidden, wide=True)
+        around = (4 * compression.streams + 4) * self._stream + 3 * (2 * shape.query_dim + shape.head_dim) / split
+        around += 6 * (chosen * 4 * (shape.head_dim + indexer.head_dim) + heavy * 2 * shape.head_dim)
+        return _Work(
+            queries + joined + last + entries + weighed, self._score_seconds(), self._elementwise(around), last=last
         )
 
     def _adapters(self) -> float:
@@ -435,6 +473,9 @@ class _Rank(Operators):
         shape, layout, constants = self.shape, self.layout, self.constants
         each = 4.0 * shape.score_dim * self.tokens / layout.tensor
         flops = each * shape.mean_span(layout.sequence_length)
+        if shape.indexer is not None:
+            share = shape.indexer.layers / shape.layers
+            flops += share * self.tokens * shape.indexer.flops_per_token(layout.sequence_length)
         if layout.flash_attention:
             masked, whole = TrainerLayers(shape, layout).masked_share, each * layout.sequence_length
             seconds = self.fused_attention(flops if not masked else whole, shape.head_dim, efficient=self._is_efficient)
@@ -486,7 +527,8 @@ class _Rank(Operators):
         passes = constants.moe_passes * self.moe_era * hidden + (inputs + 1) * shape.moe_ffn
         moved = copies * passes * layout.element_bytes / self.bytes_per_second
         # Of an unfused layer the shared expert's block has the norm and the residual.
-        around = 0.0 if sum(shared.unfused) else self._elementwise(6 * shape.hidden / layout.norm_split)
+        streams = 4 * shape.compression.streams - 2 if shape.compression else 0
+        around = 0.0 if sum(shared.unfused) else self._elementwise((6 + streams) * shape.hidden / layout.norm_split)
         idle = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
         held = shape.experts / layout.expert_split * (inputs + 1) * shape.moe_ffn * hidden
         unpacked = self._unpacked(held) + shared.unpacked
@@ -745,7 +787,7 @@ def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constant
     """Sends and receives between stages that stand alone: those of the filling and draining pipeline."""
     if layout.pipeline == 1:
         return 0.0
-    bytes_ = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.tensor
+    bytes_ = layout.tokens_per_micro_batch * shape.stream_width * layout.element_bytes / layout.tensor
     ranks_before = layout.tensor * layout.context * layout.data_parallel
     each = send_seconds(bytes_, between_nodes=ranks_before >= links.gpus_per_node, links=links)
     full = constants.send_exposed * layout.num_micro_batches * (layout.chunks - 1)

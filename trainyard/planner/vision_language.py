@@ -13,7 +13,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import Gpu
 from trainyard.planner.activations import encoder_bytes
 from trainyard.planner.communication import Fabric
-from trainyard.planner.families import config_from_source, normal_name, shape_from_config
+from trainyard.planner.families import config_from_source, normal_name, trained_shape
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory, memory, state_bytes, trained_state
 from trainyard.planner.shapes import ModelShape
@@ -115,7 +115,7 @@ def shape_of_vision_language(job: JobSpec) -> VisionLanguageShape:
             raise InputError(
                 f"model.config.vision_config.{name}: must be a whole number of at least 1 (given: {stated[name]!r})"
             )
-    language = shape_from_config(text)
+    language = trained_shape(text)
     hidden, heads = stated["hidden_size"], stated["num_attention_heads"]
     if hidden % heads:
         raise InputError(f"model.config.vision_config: num_attention_heads {heads} must divide hidden_size {hidden}")
