@@ -154,6 +154,7 @@ def train_fields(row: Row) -> dict[str, Any]:
         "framework": _framework(row),
         "framework_version": _version(row),
         "method": "lora" if row["task"] == "lora" else None,
+        "mtp_layers": 0 if "w/o MTP" in row["model"] else None,
         "expert_exchange": "deepep" if "DeepEP" in row["note"] else None,
         "expert_overlap": _expert_overlap(row["note"]),
     }

@@ -16,7 +16,7 @@ WHOLE = frozenset({"fp32", "fp64"})
 """Precisions beside which nothing is wider."""
 
 
-def assumed(content: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def assumed(content: Mapping[str, Any], shape: ModelShape, layout: Layout) -> dict[str, Any]:
     """Each field that nobody stated, of those that move memory or time most, with the value that was taken for it."""
     taken: dict[str, Any] = {
         "seq": layout.sequence_length,
@@ -33,6 +33,8 @@ def assumed(content: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         taken["master_weights"] = masters_of(layout)
     if layout.method != "full" and layout.adapter == "lora":
         taken |= {"lora_rank": layout.lora_rank, "lora_targets": layout.num_lora_targets}
+    if shape.mtp_layers:
+        taken["mtp_layers"] = shape.mtp_layers
     if _says_recompute(content, layout):
         del taken["recompute"]
     return {name: value for name, value in taken.items() if _is_unsaid(content, name)}

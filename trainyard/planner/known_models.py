@@ -594,3 +594,13 @@ STAND_INS = frozenset(
 )
 """Known names whose sizes are written as another family's, near enough for memory and time: their real configurations
 have another model_type, and their layers other names."""
+
+PREDICT_FURTHER = frozenset(
+    {
+        *("deepseek-v3", "deepseek-r1", "deepseek-v3.2", "deepseek-v4-flash", "deepseek-v4-pro", "mimo-7b"),
+        *("glm-4.5", "glm-4.5-air", "glm-4.6", "glm-4.7", "glm-4.7-flash", "glm-5", "glm-5.1", "glm-5.2"),
+        *(name for name in KNOWN_CONFIGS if name.startswith(("nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5-"))),
+    }
+)
+"""Known names whose configurations state one layer for a further token (num_nextn_predict_layers), of which
+transformers makes nothing."""

@@ -5,6 +5,7 @@ A field that is missing or null is unknown, and taken as a user of that kind of 
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from trainyard.planner.request_framework import (
     year_of,
 )
 from trainyard.planner.request_network import links_of, reads_links
-from trainyard.planner.request_shape import shape_of, stated_size
+from trainyard.planner.request_shape import shape_of, stated_size, with_further_tokens
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, Constants
 from trainyard.planner.timing import step_time, time_spread
@@ -88,7 +89,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         _of_nodes(content, question),
     )
     notes = [note for note in said if note]
-    unsaid = assumed(content, layout)
+    unsaid = assumed(content, shape, layout)
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -260,7 +261,10 @@ def understand(content: Mapping[str, Any]) -> Question:
             f"ep {degrees['ep']}: ep x expert_tp = {expert_split} must divide tp x cp x dp = {gpus // degrees['pp']}"
         )
     engine = engine_of(fields, gpus, split)
+    known, shape = shape, with_further_tokens(fields, shape, engine)
     layout = _layout(fields, shape, degrees, data_parallel, engine, device)
+    if shape is not known and layout.pipeline > 1 and layout.last_stage_layers is None:
+        layout = dataclasses.replace(layout, last_stage_layers=_layers_beside_ends(shape, layout.pipeline))
     if layout.unfused and shape.indexer is not None:
         raise InputError(
             f"framework {fields.text('framework')!r}: writes all scores of this model's attention out, which no "
@@ -274,6 +278,13 @@ def understand(content: Mapping[str, Any]) -> Question:
     if not fields.given("micro_batch"):
         layout = _usual_micro_batch(fields, shape, layout, device, links)
     return Question(shape, layout, device, links, _counts_causal(fields))
+
+
+def _layers_beside_ends(shape: ModelShape, ranks: int) -> int:
+    """Layers of the last of a pipeline's ranks where it predicts further tokens too, as Megatron-Bridge's recipes lay
+    models out: each further token takes the time of two layers there, its own and its pass through the head."""
+    ends = 2 * shape.mtp_layers
+    return max(1, math.ceil((shape.layers + ends) / ranks) - ends)
 
 
 def _counts_causal(fields: Fields) -> bool:

@@ -16,6 +16,8 @@ from trainyard.planner.families import (
     size_of_unknown,
 )
 from trainyard.planner.kinds import other_kinds
+from trainyard.planner.known_models import PREDICT_FURTHER
+from trainyard.planner.layout import Engine
 from trainyard.planner.request_fields import Fields
 from trainyard.planner.shapes import ModelShape
 
@@ -111,6 +113,24 @@ def shape_of(fields: Fields) -> ModelShape:
         shape = _with_pattern(fields, shape)
     shape = checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
     return shape if base or params is None else _read_by_size(fields, shape, params * 1e9)
+
+
+NO_FURTHER_TOKENS = re.compile(r"(?:\b(?:w/o|without|no)[\s-]*|\bw/o\s*)mtp\b", re.IGNORECASE)
+
+
+def with_further_tokens(fields: Fields, shape: ModelShape, engine: Engine) -> ModelShape:
+    """The shape with the layer for a further token that a known model's configuration states, as Megatron builds it.
+
+    That it trains them tell the FLOPs behind what Megatron-Bridge prints: DeepSeek-V3's of 26.08 are 260 GFLOP a token,
+    with that layer, and those of its line "w/o MTP" 250. transformers and what is built on it leave the layer out.
+    """
+    is_said = fields.given("mtp_layers") or NO_FURTHER_TOKENS.search(
+        f"{fields.text('model')} {fields.text('framework')}"
+    )
+    if engine != "megatron" or is_said or known_name(fields.text("model")) not in PREDICT_FURTHER:
+        return shape
+    is_whole = not fields.given("layers") and fields.text("method").lower() in ("", "full")
+    return dataclasses.replace(shape, mtp_layers=1) if is_whole else shape
 
 
 def _block(*, gated: bool) -> dict[str, Any]:
