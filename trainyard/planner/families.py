@@ -527,7 +527,7 @@ def _near(one: float, other: float) -> bool:
 
 def normal_name(name: str) -> str:
     """The last part of a hub id or path, in lower case and with hyphens, as the known names are written."""
-    text = name.strip().rstrip("/").rsplit("/", 1)[-1].lower()
+    text = re.sub(r"\bw/o\b", "without", name.strip().lower()).rstrip("/").rsplit("/", 1)[-1]
     # A version's point as "phi-1_5", "llama3_1_8b" or "qwen-2-5-7b" write it.
     text = re.sub(r"(?<![a-z0-9])(phi-1|internlm2)_5(?!\d)", r"\1.5", text)
     text = re.sub(r"(?<![a-z0-9])(llama[-_]?3|qwen[-_]?[23])[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
@@ -688,8 +688,9 @@ def own_config_from_source(source: str) -> Config:
     """As `config_from_source`, for who asks what the model is and not how large: InputError for a known name whose
     sizes alone are known."""
     config = config_from_source(source)
-    known = next((name for name in STAND_INS if KNOWN_CONFIGS[name] is config), None)
-    if known is not None:
+    known = known_name(source)
+    # A folder's own configuration, or one that was read elsewhere, is another object.
+    if known in STAND_INS and KNOWN_CONFIGS[known] is config:
         raise InputError(
             f"model.source {source!r}: of {known} only the sizes are known here, not its configuration; name a folder "
             "with its config.json"

@@ -559,6 +559,9 @@ _SAME_SIZES = {
     **{f"granite-3.{minor}-{size}": f"granite-3.1-{size}" for minor in (0, 2, 3) for size in ("2b", "8b")},
     **{"aya-23-35b": "command-r", "aya-expanse-8b": "aya-23-8b", "aya-expanse-32b": "command-r-08-2024"},
     **{"glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5", "glm-5.1": "glm-5", "chatglm3-6b": "chatglm2-6b"},
+    # Their vision towers of 0.6 billion beside.
+    **{f"qwen3-vl-{size}": f"qwen3-{size}" for size in ("8b", "32b", "30b-a3b", "235b-a22b")},
+    **{"llama-3-405b": "llama-3.1-405b"},
     **{"qwen3.6-27b": "qwen3.5-27b", "qwen3.6-35b-a3b": "qwen3.5-35b-a3b"},
     **{f"minimax-m2.{minor}": "minimax-m2" for minor in (1, 5, 7)},
     **{f"kimi-k2.{minor}": "kimi-k2" for minor in (5, 6, 7)},
@@ -576,7 +579,8 @@ KNOWN_CONFIGS: dict[str, Config] = {
 KNOWN_CONFIGS |= {name: KNOWN_CONFIGS[other] for name, other in _SAME_SIZES.items()}
 # Of "qwen3-235b-a22b" people say the first size alone.
 _SHORT = {re.sub(r"(?<=\db)-a[\d.]+b$", "", name): name for name in KNOWN_CONFIGS}
-KNOWN_CONFIGS |= {short: KNOWN_CONFIGS[name] for short, name in _SHORT.items() if short not in KNOWN_CONFIGS}
+_SHORT = {short: name for short, name in _SHORT.items() if short not in KNOWN_CONFIGS}
+KNOWN_CONFIGS |= {short: KNOWN_CONFIGS[name] for short, name in _SHORT.items()}
 
 STAND_INS = frozenset(
     {
@@ -589,7 +593,9 @@ STAND_INS = frozenset(
         *("internlm-7b", "internlm2-1.8b", "internlm2-7b", "internlm2-20b", "internlm3-8b"),
         *("exaone-3.5-2.4b", "exaone-3.5-7.8b", "exaone-3.5-32b"),
         *("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b", "qwen3.6-27b", "qwen3.6-35b-a3b"),
+        *("qwen3-vl-8b", "qwen3-vl-32b", "qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b"),
         *("mimo-7b", "kimi-k2", "kimi-k2.5", "kimi-k2.6", "kimi-k2.7"),
+        *(short for short, name in _SHORT.items() if name.startswith(("qwen3.5", "qwen3.6", "qwen3-vl"))),
     }
 )
 """Known names whose sizes are written as another family's, near enough for memory and time: their real configurations

@@ -175,6 +175,9 @@ class Layout:
     """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True
     """Megatron's layers are Transformer Engine's, with a workspace of their own."""
+    graphs_step: bool = False
+    """A whole step's kernels are launched at once, from a CUDA graph, which experts' inputs of any number need buffers
+    for; Megatron's come with one kernel for two of an expert's products and what lies between them."""
     library: Library = ""
     unfused: bool = False
     """Layers run as Hugging Face's code has them, a kernel for each operation: neither compiled nor fused."""

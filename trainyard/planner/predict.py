@@ -33,6 +33,7 @@ from trainyard.planner.request_framework import (
     RECIPES,
     SHARDING,
     engine_of,
+    graphs_step,
     has_flash,
     kernels_of,
     usual_optimizer,
@@ -397,6 +398,7 @@ def _layout(
         **recomputation,
         **kernels,
     )
+    layout = dataclasses.replace(layout, graphs_step=graphs_step(fields, shape, layout, device))
     return with_liger_chunks(fields, shape, layout)
 
 

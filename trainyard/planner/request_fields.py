@@ -21,7 +21,7 @@ KNOWN_FIELDS = frozenset(
         *("recompute_modules", "gradient_precision", "moment_precision"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         "head_products",
-        *("expert_overlap", "expert_exchange", "capacity_factor"),
+        *("expert_overlap", "expert_exchange", "capacity_factor", "cuda_graphs"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )

@@ -241,6 +241,28 @@ def year_of(fields: Fields) -> float:
     return next((year for word, year in usual.items() if word in text.lower()), THIS_YEAR)
 
 
+STEP_GRAPHS_SINCE = 2026.4
+"""NeMo's container 26.06: since then Megatron-Bridge's recipes for experts in MXFP8 on Blackwell launch whole steps
+from a CUDA graph, with one kernel for an expert's products (its releases 0.5.0 and 0.5.1: DeepSeek, Qwen3, gpt-oss)."""
+
+
+def graphs_step(fields: Fields, shape: ModelShape, layout: Layout, device: Gpu) -> bool:
+    """Whether whole steps are launched from a CUDA graph: as stated, else as that framework's recipes do by then.
+
+    Hybrids' recipes have theirs layer by layer, and are no faster since.
+    """
+    is_usual = (
+        layout.engine == "megatron"
+        and layout.year > STEP_GRAPHS_SINCE
+        and layout.precision == "fp8"
+        and device.generation == "blackwell"
+        and shape.experts > 0
+        and not shape.is_hybrid
+    )
+    stated = fields.choice("cuda_graphs", "step" if is_usual else "layers", ("none", "layers", "step"))
+    return stated == "step"
+
+
 def usual_optimizer(kernels: Mapping[str, Any], ranks: int, method: Method) -> str:
     """litgpt's recipes for whole models on one GPU keep AdamW's averages in paged memory."""
     return "adamw_paged" if kernels["library"] == "litgpt" and method == "full" and ranks == 1 else "adamw"

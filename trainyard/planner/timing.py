@@ -313,6 +313,8 @@ class _Rank(Operators):
         """(how many, GPU seconds, host seconds) of each kind of layer."""
         shape, constants = self.shape, self.constants
         small, large = constants.launch_seconds, constants.launch_moe_seconds * self.moe_era
+        if self.layout.graphs_step:
+            small = large = 0.0
         attention, dense = self._attention(), self._mlp(shape.ffn)
         if shape.cross_attention:
             attention = _sum(attention, attention)
@@ -524,12 +526,15 @@ class _Rank(Operators):
         if shape.latent:
             products += 2 * self.product(self.tokens / layout.norm_split, shape.latent, shape.hidden)
         shared = self._mlp(shape.shared_ffn)
-        passes = constants.moe_passes * self.moe_era * hidden + (inputs + 1) * shape.moe_ffn
+        passes = constants.moe_passes * self.moe_era * hidden
+        if not layout.graphs_step:
+            passes += (inputs + 1) * shape.moe_ffn
         moved = copies * passes * layout.element_bytes / self.bytes_per_second
         # Of an unfused layer the shared expert's block has the norm and the residual.
         streams = 4 * shape.compression.streams - 2 if shape.compression else 0
         around = 0.0 if sum(shared.unfused) else self._elementwise((6 + streams) * shape.hidden / layout.norm_split)
-        idle = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
+        waits = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
+        idle = 0.0 if layout.graphs_step else waits
         held = shape.experts / layout.expert_split * (inputs + 1) * shape.moe_ffn * hidden
         unpacked = self._unpacked(held) + shared.unpacked
         moved += around + shared.elementwise
