@@ -20,6 +20,7 @@ from trainyard.planner.families import (
 )
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.older_families import OLDER_READERS
+from trainyard.planner.sparse_families import SPARSE_READERS
 
 Counted = Callable[[dict[str, Any]], int]
 
@@ -97,6 +98,7 @@ def test_every_family_is_among_the_small_models() -> None:
         *DENSE_READERS,
         *EXPERT_READERS,
         *OLDER_READERS,
+        *SPARSE_READERS,
     }
 
 
@@ -176,7 +178,7 @@ def test_flops_per_token_by_hand() -> None:
         ("deepseek-ai/DeepSeek-V3-Lite", None),
         ("nvidia/GPT2-8B", None),
         ("s3://models/llama-2-7b-moe-8x", None),
-        ("nvidia/Nemotron_3_Nano_30B", "nemotron-3-nano"),
+        ("nvidia/Nemotron_3_Nano_30B", "nemotron-3-nano-30b"),
         ("google/gemma-7b-it", "gemma-7b"),
         ("microsoft/phi-4-reasoning-plus", "phi-4"),
         ("microsoft/Phi-4-multimodal-instruct", None),

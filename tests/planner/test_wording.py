@@ -181,7 +181,7 @@ def test_the_name_of_an_unknown_model_whose_widths_are_stated_is_a_label() -> No
     sizes = {"layers": 60, "hidden": 5120, "ffn": 20480, "gpu": "H100", "gpus": 64}
     assert predict(sizes | {"model": "our-27b"}) == predict(sizes)
     experts = sizes | {"ffn": None, "moe_ffn": 1536, "experts": 160, "experts_per_token": 8}
-    assert predict(experts | {"model": "zai-org/GLM-4.7"}) == predict(experts)
+    assert predict(experts | {"model": "zai-org/GLM-4.8"}) == predict(experts)
     # Experts of which nobody says how many are no dense model.
     with pytest.raises(InputError, match="unknown model 'our-60b-a3b'"):
         predict(sizes | {"model": "our-60b-a3b"})
@@ -197,7 +197,7 @@ def test_the_name_of_an_unknown_model_whose_widths_are_stated_is_a_label() -> No
         "olmoe-3b-9b",
         "google/vit-large-patch16-224",
         "Qwen2.5-VL-7B",
-        "zai-org/GLM-4.7",
+        "zai-org/GLM-4.8",
         "our-27b",
         *("falcon-h1-7b", "zamba2-7b", "bamba-9b", "granite-4.0-h-7b", "recurrentgemma-9b"),
         *("arctic-480b", "minimax-text-01-456b", "hunyuan-large-389b", "kimi-linear-48b", "granite-3.0-3b-a800m"),
