@@ -113,3 +113,14 @@ def test_other_recipes_are_launched_as_before(other: dict[str, Any]) -> None:
 def test_another_word_for_graphs_is_one_line() -> None:
     with pytest.raises(InputError, match=re.escape("cuda_graphs: must be one of none, layers, step")):
         predict({**QWEN, "cuda_graphs": "all"})
+
+
+def test_experts_that_somebody_exchanges_are_spread() -> None:
+    """Over as many ranks as they can be dealt out to, where nobody says; else nobody would exchange anything."""
+    asked = {"model": "gpt-oss-120b", "gpu": "H100", "gpus": 64, "micro_batch": 2, "framework": "NeMo Automodel"}
+    told = {**asked, "expert_exchange": "deepep"}
+    assert predict(told)["assumed"]["ep"] == 64
+    assert predict(told)["step_seconds"] == predict({**told, "ep": 64})["step_seconds"]
+    assert "ep" not in predict(asked).get("assumed", {})
+    assert predict({**told, "gpus": 24})["assumed"]["ep"] == 8  # of 128 experts
+    assert "ep" not in predict({**told, "model": "llama-3.1-8b"})["assumed"]

@@ -921,3 +921,40 @@ def test_torchtunes_loss_is_in_eight_parts_since_its_release_0_3(version: str, b
     asked = {"model": "llama-3.1-8b", "gpu": "A100", "gpus": 1, "seq": 2048, "method": "lora", "micro_batch": 2}
     question = understand(asked | {"framework": "torchtune", "framework_version": version})
     assert logits_bytes(question.shape, question.layout) == 2 * 2048 * 128256 * bytes_
+
+
+FP8 = {
+    "model": "llama-3.1-8b",
+    "gpu": "H100",
+    "gpus": 8,
+    "tp": 2,
+    "seq": 8192,
+    "micro_batch": 1,
+    "framework": "megatron",
+}
+
+
+@pytest.mark.parametrize(("framework", "copies"), [("megatron-core", 2), ("NeMo", 0), ("torchtitan", 0)])
+def test_fp8s_weights_lie_beside_those_that_are_trained(framework: str, copies: int) -> None:
+    """But for embedding and head, of which nothing is in FP8; where the trained ones are in FP8 themselves, not."""
+    asked = {**FP8, "framework": framework, "sharding": "zero1", "global_batch": 8}
+    narrow, wide = (predict({**asked, "precision": name})["resting_memory_gib"] for name in ("fp8", "bf16"))
+    shape = shape_of_known("llama-3.1-8b")
+    linears = (shape.params - 2 * shape.vocab * shape.hidden) / 2
+    norms = 65 * shape.hidden
+    assert (narrow - wide) * 2**30 == pytest.approx(copies * linears, rel=0.001, abs=copies * norms)
+    stated = predict({**asked, "precision": "fp8", "fp8_param_gather": True})["resting_memory_gib"]
+    assert stated == pytest.approx(wide)
+
+
+def test_fp8s_products_keep_what_they_read_in_one_byte() -> None:
+    """Of a gated block what its last product reads, of a norm what it gives, and the output projection's own input."""
+    question = {name: understand({**FP8, "precision": name}) for name in ("fp8", "bf16")}
+    shape, layout = question["bf16"].shape, question["bf16"].layout
+    kept = {name: layer_activation_bytes(one.shape, one.layout, "none") for name, one in question.items()}
+    each = layout.tokens_per_micro_batch / 2  # of tensor ranks, which share sequences too
+    saved = each * (2 * shape.hidden + shape.ffn - shape.query_dim)
+    assert kept["bf16"] - kept["fp8"] == pytest.approx(saved)
+    own = {**FP8, "precision": "fp8", "transformer_engine": False}
+    other = understand(own)
+    assert layer_activation_bytes(other.shape, other.layout, "none") == pytest.approx(kept["bf16"])

@@ -67,13 +67,24 @@ READERS_OF_A_NORM = 2.5
 """Products that read a norm: three of attention, two of a gated block."""
 
 
+def keeps_narrow(layout: Layout) -> bool:
+    """Whether Megatron's linear layers are Transformer Engine's in FP8."""
+    return layout.precision in ("fp8", "fp4") and layout.engine == "megatron" and layout.transformer_engine
+
+
+def _kept_of_input(layout: Layout) -> float:
+    """Of what a product reads, the share that is kept of it for the backward pass: FP8's products keep it as they read
+    it, in one byte of two (`_Linear.forward` saves the quantized input)."""
+    return 1 / layout.element_bytes if keeps_narrow(layout) else 1.0
+
+
 def _norm_units(layout: Layout, constants: MemoryConstants) -> float:
     """A norm keeps its input and output; computed in fp32 by parts, also a copy and the normalized value. Under
     autocast input and normalized value are in fp32, and each product has its own narrow copy of the output."""
     if layout.autocast:
         return 2 * layout.stream_bytes / layout.element_bytes + READERS_OF_A_NORM
     fused = layout.engine == "megatron" or layout.compiled or layout.precision in ("fp32", "fp64")
-    return 2.0 if fused else constants.unfused_norm_units
+    return 1.0 + _kept_of_input(layout) if fused else constants.unfused_norm_units
 
 
 def _attention_bytes(shape: ModelShape, layout: Layout, again: Set[str]) -> float:
@@ -91,6 +102,9 @@ def _attention_bytes(shape: ModelShape, layout: Layout, again: Set[str]) -> floa
             width = shape.value_dim
         width += 2 * (shape.q_lora_rank + shape.kv_lora_rank) * layout.tensor // layout.norm_split
     width += _sparse_width(shape) * layout.tensor // layout.norm_split
+    if keeps_narrow(layout):
+        # What the output projection reads, beside attention's own.
+        width += shape.value_dim * _kept_of_input(layout)
     statistics = 4 * shape.heads / layout.tensor
     matrix = 0.0
     if not layout.flash_attention and "core_attn" not in again:
@@ -148,6 +162,7 @@ def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | N
     if shape.gated_mlp:
         makes_again = layout.compiled or (layout.engine == "megatron" and layout.library != "nanotron")
         tensors = 3.0 if makes_again else 4.0
+    tensors -= 1.0 - _kept_of_input(layout)
     return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / (split or layout.tensor)
 
 
@@ -168,7 +183,9 @@ def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float, again: Set
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     split = layout.tensor / (layout.expert_tensor or layout.tensor)
     # Experts that work in a latent (Nemotron 3) are sent that.
-    dispatched = 2 * tokens * element * (copies * (shape.latent or shape.hidden) + 2 * shape.latent) / split
+    # As they come, which the first product reads, and as they go.
+    each = tokens * element * (copies * (shape.latent or shape.hidden) + 2 * shape.latent) / split
+    dispatched = (1 + _kept_of_input(layout)) * each
     return routed + shared + dispatched + tokens * 2 * 4 * shape.experts / layout.norm_split
 
 

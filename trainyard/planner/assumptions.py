@@ -33,6 +33,8 @@ def assumed(content: Mapping[str, Any], shape: ModelShape, layout: Layout) -> di
         taken["master_weights"] = masters_of(layout)
     if layout.method != "full" and layout.adapter == "lora":
         taken |= {"lora_rank": layout.lora_rank, "lora_targets": layout.num_lora_targets}
+    if layout.expert > 1:
+        taken["ep"] = layout.expert
     if shape.mtp_layers:
         taken["mtp_layers"] = shape.mtp_layers
     if _says_recompute(content, layout):

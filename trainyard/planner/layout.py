@@ -175,6 +175,8 @@ class Layout:
     """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True
     """Megatron's layers are Transformer Engine's, with a workspace of their own."""
+    narrow_weights: bool = False
+    """FP8's weights are in FP8 themselves, and gathered so, beside the optimizer's copies."""
     graphs_step: bool = False
     """A whole step's kernels are launched at once, from a CUDA graph, which experts' inputs of any number need buffers
     for; Megatron's come with one kernel for two of an expert's products and what lies between them."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from trainyard.planner.activations import (
     encoder_bytes,
     gathered_tokens_bytes,
+    keeps_narrow,
     layer_activation_bytes,
     logits_bytes,
     mtp_bytes,
@@ -266,7 +267,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         )
     logits = logits_bytes(shape, layout, constants) if stage.head else 0.0
     return Memory(
-        parameters=parameters,
+        parameters=parameters + _narrow_copies(shape, layout, stage, params),
         gradients=gradients,
         optimizer=optimizer,
         activations=_stage_activations(shape, layout, stage, logits, constants),
@@ -295,6 +296,22 @@ def workspace_bytes(layout: Layout, *, experts: bool = False) -> float:
         return 3 * each * MIB
     streams = 1 + EXPERT_STREAMS * (experts and layout.grouped_experts)
     return (2 * each + streams * (TE_HOPPER_WORKSPACE_MIB if layout.hopper else TE_WORKSPACE_MIB)) * MIB
+
+
+NARROW_COPIES = 2
+"""Bytes of a weight that FP8's products read beside the one that is trained: as forward and as backward products need
+it, in a byte each."""
+
+
+def _narrow_copies(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:
+    """Of Transformer Engine's linear layers in FP8, made once a step for all of its micro-batches, and kept (its
+    `get_weight_workspace`); where the weights themselves are in FP8 (`--fp8-param-gather`) there are no others."""
+    if layout.narrow_weights or layout.method != "full" or not keeps_narrow(layout):
+        return 0.0
+    matrices = num_vocabulary_matrices(shape, layout, stage)
+    ends = shape.vocab * shape.hidden / vocabulary_split(shape, layout) * matrices
+    share = 1 / layout.shard_degree if layout.zero_stage == 3 else 1.0
+    return NARROW_COPIES * max(params.total - ends, 0.0) * share
 
 
 def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:

@@ -248,9 +248,11 @@ def understand(content: Mapping[str, Any]) -> Question:
     shape = shape_of(fields)
     device = _device(fields)
     degrees = {name: fields.whole(name, 1) for name in ("tp", "pp", "cp", "ep")}
-    _check_divides(shape, degrees)
     split = degrees["tp"] * degrees["pp"] * degrees["cp"]
     gpus = fields.whole("gpus", split * fields.whole("dp", 1))
+    if fields.given("expert_exchange") and not fields.given("ep"):
+        degrees["ep"] = _spread_of_exchanged(shape, gpus // degrees["pp"])
+    _check_divides(shape, degrees)
     data_parallel, rest = divmod(gpus, split)
     if rest or not data_parallel:
         raise InputError(f"gpus {gpus}: is not a multiple of tp x pp x cp = {split}")
@@ -323,6 +325,17 @@ def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
         raise InputError(f"pp {degrees['pp']}: the model has only {shape.layers} layers")
     if degrees["ep"] > 1 and (not shape.experts or shape.experts % degrees["ep"]):
         raise InputError(f"ep {degrees['ep']}: must divide the number of experts, {shape.experts}")
+
+
+MOST_EXPERT_RANKS = 64
+"""Ranks that published runs spread a layer's experts over, at most."""
+
+
+def _spread_of_exchanged(shape: ModelShape, ranks: int) -> int:
+    """Over how many ranks experts are spread where somebody says how tokens get to them, but not that: as many of a
+    pipeline stage's as the experts can be dealt out to."""
+    most = math.gcd(shape.experts, ranks) if shape.experts and ranks else 1
+    return max(size for size in range(1, min(most, MOST_EXPERT_RANKS) + 1) if most % size == 0)
 
 
 def _device(fields: Fields) -> Gpu:

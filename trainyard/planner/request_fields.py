@@ -18,7 +18,7 @@ KNOWN_FIELDS = frozenset(
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
         *("loss_chunk_tokens", "parallel_loss", "master_weights", "autocast", "offload_checkpoints"),
-        *("recompute_modules", "gradient_precision", "moment_precision"),
+        *("recompute_modules", "gradient_precision", "moment_precision", "fp8_param_gather"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         "head_products",
         *("expert_overlap", "expert_exchange", "capacity_factor", "cuda_graphs"),

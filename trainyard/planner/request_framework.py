@@ -136,6 +136,7 @@ def kernels_of(fields: Fields, device: Gpu, engine: Engine, method: Method) -> d
         # Before flash attention, models were trained with dropout.
         "dropout": fields.flag("dropout", engine == "megatron" and not has_flash(fields)),
         "fused_loss": fields.flag("loss_fusion", has_flash(fields)),
+        "narrow_weights": fields.flag("fp8_param_gather", any(word in text for word in RECIPES)),
         "compiled": engine != "megatron" and says(text, COMPILED),
         "compiled_loss": engine == "torch"
         and year is not None
