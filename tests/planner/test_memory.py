@@ -958,3 +958,28 @@ def test_fp8s_products_keep_what_they_read_in_one_byte() -> None:
     own = {**FP8, "precision": "fp8", "transformer_engine": False}
     other = understand(own)
     assert layer_activation_bytes(other.shape, other.layout, "none") == pytest.approx(kept["bf16"])
+
+
+@pytest.mark.parametrize(
+    ("words", "inside"),
+    [
+        ({"framework": "megatron"}, False),
+        ({"framework": "megatron", "framework_version": "2025-03"}, False),
+        ({"framework": "megatron", "framework_version": "25.09"}, True),
+        ({"framework": "Megatron-Bridge"}, True),
+        ({"framework": "torchtitan", "framework_version": "2026-01"}, False),
+    ],
+    ids=str,
+)
+def test_experts_results_are_kept_until_they_are_weighted_where_their_activation_is(
+    words: dict[str, Any], inside: bool
+) -> None:
+    question = understand({"model": "qwen3-30b-a3b", "gpu": "H100", "gpus": 8, "ep": 8, "micro_batch": 1, **words})
+    layout, shape = question.layout, question.shape
+    kept, gone = (
+        layer_activation_bytes(shape, dataclasses.replace(layout, weighs_inside=there), "none")
+        for there in (False, True)
+    )
+    assert layout.weighs_inside is inside
+    uneven = 1 + DEFAULT_MEMORY.load_spread * math.sqrt(7 / 128) if layout.engine == "megatron" else 1.0
+    assert kept - gone == pytest.approx(layout.tokens_per_micro_batch * 2 * 8 * uneven * shape.hidden)

@@ -183,9 +183,9 @@ def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float, again: Set
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     split = layout.tensor / (layout.expert_tensor or layout.tensor)
     # Experts that work in a latent (Nemotron 3) are sent that.
-    # As they come, which the first product reads, and as they go.
+    # As they come, which the first product reads, and as they go, if they are weighted then.
     each = tokens * element * (copies * (shape.latent or shape.hidden) + 2 * shape.latent) / split
-    dispatched = (1 + _kept_of_input(layout)) * each
+    dispatched = ((not layout.weighs_inside) + _kept_of_input(layout)) * each
     return routed + shared + dispatched + tokens * 2 * 4 * shape.experts / layout.norm_split
 
 

@@ -175,6 +175,8 @@ class Layout:
     """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True
     """Megatron's layers are Transformer Engine's, with a workspace of their own."""
+    weighs_inside: bool = False
+    """Experts' results are weighted where their activation is, so that they are not kept for the weights' gradient."""
     narrow_weights: bool = False
     """FP8's weights are in FP8 themselves, and gathered so, beside the optimizer's copies."""
     graphs_step: bool = False

@@ -136,6 +136,7 @@ def kernels_of(fields: Fields, device: Gpu, engine: Engine, method: Method) -> d
         # Before flash attention, models were trained with dropout.
         "dropout": fields.flag("dropout", engine == "megatron" and not has_flash(fields)),
         "fused_loss": fields.flag("loss_fusion", has_flash(fields)),
+        "weighs_inside": engine == "megatron" and _weighs_inside(fields, text),
         "narrow_weights": fields.flag("fp8_param_gather", any(word in text for word in RECIPES)),
         "compiled": engine != "megatron" and says(text, COMPILED),
         "compiled_loss": engine == "torch"
@@ -240,6 +241,17 @@ def year_of(fields: Fields) -> float:
     # Megatron-DeepSpeed is of 2022, FSDP's first version of 2023: later ones would be called something else.
     usual = {"megatron-deepspeed": 2022.5, "fsdp1": 2023.5}
     return next((year for word, year in usual.items() if word in text.lower()), THIS_YEAR)
+
+
+WEIGHS_INSIDE_SINCE = 2025.5
+"""Megatron-Core 0.13: "memory efficient token permutation" (Transformer Engine's pull request 1468, of February 2025).
+Values of its own tests have experts' results all the same, to a percent, so that a version has to be said."""
+
+
+def _weighs_inside(fields: Fields, text: str) -> bool:
+    """Megatron-Bridge is younger than that."""
+    year = year_of(fields)
+    return "bridge" in text or (year >= WEIGHS_INSIDE_SINCE and year != THIS_YEAR)
 
 
 STEP_GRAPHS_SINCE = 2026.4
