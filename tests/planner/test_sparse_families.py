@@ -1,5 +1,6 @@
 """Families whose attention chooses or compresses what it sees: sizes, what a token sees, and what is refused."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import pytest
 
 from trainyard.errors import InputError
-from trainyard.planner import predict
+from trainyard.planner import predict, timing
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.plan import plan
+from trainyard.planner.predict import Question, understand
 from trainyard.planner.sparse_attention import Indexer
+from trainyard.planner.stages import stage_params, stages
+from trainyard.planner.time_constants import DEFAULT_CONSTANTS
+from trainyard.planner.timing import step_time
 from trainyard.spec.job import JobSpec
 
 Counted = Callable[[dict[str, Any]], int]
@@ -144,3 +149,45 @@ def test_sizes_that_cannot_be_are_one_line(stated: dict[str, Any], said: str) ->
     with pytest.raises(InputError, match=f"^model.config.{said}") as caught:
         shape_from_config({**SMALL, **stated})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v3.2", "glm-5.2"])
+def test_a_rank_that_is_alone_holds_all_parameters(name: str) -> None:
+    alone = {"model": name, "gpu": "GB300", "gpus": 1, "micro_batch": 1, "framework": "megatron-core", "mtp_layers": 0}
+    question = understand(alone)
+    (stage,) = stages(question.shape, question.layout)
+    assert stage_params(question.shape, question.layout, stage).total == pytest.approx(
+        question.shape.params,
+        abs=question.shape.hidden,  # the last norm
+    )
+
+
+def _elementwise(question: Question, **changes: Any) -> float:
+    """Seconds of a layer's forward pass that go to what is element by element, with other streams."""
+    assert question.shape.compression is not None
+    compression = dataclasses.replace(question.shape.compression, **changes)
+    shape = dataclasses.replace(question.shape, compression=compression)
+    rank = timing._Rank(shape, question.layout, question.device, question.links, DEFAULT_CONSTANTS)
+    ((_, work, _),) = rank.layers()
+    return work.elementwise
+
+
+def test_each_block_reads_and_adds_to_all_streams() -> None:
+    """To be weighed, joined and mixed, three times read and once written, by attention and by the experts' block."""
+    question = understand(REQUEST)
+    layout, each = question.layout, DEFAULT_CONSTANTS.passes_fused * 2 * question.shape.hidden
+    moved = 2 * 4 * 3 * each * layout.tokens_per_micro_batch
+    bandwidth = question.device.memory_tb_per_second * 1e12 * DEFAULT_CONSTANTS.bandwidth_efficiency
+    assert _elementwise(question) - _elementwise(question, streams=1) == pytest.approx(moved / bandwidth)
+
+
+def test_choosing_among_many_positions_takes_time_itself() -> None:
+    """Every token is scored against all before it, whatever it then sees."""
+    question = understand({**REQUEST, "model": "deepseek-v3.2", "seq": 131072, "gpus": 256, "global_batch": 256})
+    assert question.shape.indexer is not None
+    few = dataclasses.replace(question.shape.indexer, heads=1)
+    seconds = [
+        step_time(shape, question.layout, question.device, question.links).forward
+        for shape in (question.shape, dataclasses.replace(question.shape, indexer=few))
+    ]
+    assert seconds[0] > 1.5 * seconds[1]
