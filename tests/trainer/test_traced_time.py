@@ -13,7 +13,7 @@ from trainer.dry_run.trace import trace
 from trainer.models.build import outline_model
 from trainer.runtime import Runtime
 from trainer.strategies import build_strategy
-from trainer_testing.agreement import FEW, dry_run_cases
+from trainer_testing.agreement import FEW, LINKS, dry_run_cases, steps_of
 from trainer_testing.strategy_worker import no_clock
 from trainer_testing.tiny import MODEL, rank_batches, tiny_job
 
@@ -22,12 +22,10 @@ from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.launch import launcher
-from trainyard.planner.communication import EFA, fabric
 from trainyard.planner.formulas import formulas_of
 from trainyard.planner.muon import muon_flops
 from trainyard.planner.optimizer_updates import update_moved_bytes
 from trainyard.planner.reading import layout_of_resolved, shape_of
-from trainyard.planner.timing import step_time
 from trainyard.planner.traced import active_params, traced_flops, traced_step
 from trainyard.planner.traced_plan import formulas_of_traces, ranks_to_trace
 from trainyard.spec.job import JobSpec
@@ -35,7 +33,6 @@ from trainyard.spec.support import DOCUMENT_FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WIDE = {**FEW, "num_hidden_layers": 4, "intermediate_size": 6144}
-LINKS = fabric(gpu("H100"), 8, 400, EFA)
 
 
 FURTHER = ("qwen3", "olmo", "phi", "gpt_neox", "starcoder2", "gemma2")
@@ -55,12 +52,8 @@ def wide_job(model_type: str, layout: dict[str, int], adapter: str | None = None
 
 def seconds(job: JobSpec, world_size: int) -> tuple[float, float]:
     """(by the formulas, by the trace) of a step on H100."""
-    resolved = planner.resolve(job, world_size=world_size)
-    layout, shape = layout_of_resolved(job, resolved), shape_of(job)
-    assert shape is not None
-    traces = [trace(resolved, rank) for rank in ranks_to_trace(resolved)]
-    counted = traced_step(traces, resolved.parallelism, layout, gpu("H100"), LINKS)
-    return step_time(shape, layout, gpu("H100"), LINKS).total, counted.total
+    reckoned, counted = steps_of(job, world_size=world_size)
+    return reckoned.total, counted.total
 
 
 @pytest.mark.parametrize(

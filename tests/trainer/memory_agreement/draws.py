@@ -98,8 +98,10 @@ class Drawn:
         return f"{self.family}: {json.dumps(parts, default=str)}"
 
 
-def draw(seed: int) -> Drawn:
-    """The seed's job; always the same one, for one version of this module and of what the trainer refuses."""
+def draw(seed: int, *, engine: str | None = None) -> Drawn:
+    """The seed's job; always the same one, for one version of this module and of what the trainer refuses.
+
+    `engine`: layouts of others are drawn again, those of DeepSpeed where only torch's will do."""
     rng = random.Random(seed)
     # Families with tests of every layout come as often as all others.
     family = rng.choice(tuple(FAMILIES) if rng.random() < 0.5 else FAMILY_NAMES)
@@ -109,13 +111,19 @@ def draw(seed: int) -> Drawn:
     world_size = rng.choice(WORLD_SIZES)
     for _ in range(MOST_DRAWS):
         made = _job(rng, family, model, world_size)
-        reason = made if isinstance(made, str) else refusal(made)
+        reason = made if isinstance(made, str) else _unwanted(made, engine) or refusal(made)
         if reason is None:
             assert isinstance(made, JobSpec)
             return Drawn(seed, family, made, rng.randrange(world_size), refused)
         assert "\n" not in reason, f"no single line: {reason}"
         refused[re.sub(r"\d+", "N", reason)] += 1
     raise AssertionError(f"seed {seed}: no layout is supported; refused: {refused}")
+
+
+def _unwanted(job: JobSpec, engine: str | None) -> str | None:
+    assert not isinstance(job.parallelism, str)
+    drawn = job.parallelism.engine
+    return None if engine in (None, drawn) else f"engine {drawn}: not wanted here"
 
 
 def refusal(job: JobSpec) -> str | None:

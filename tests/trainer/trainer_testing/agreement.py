@@ -6,6 +6,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer.dry_run.trace import trace
+
+from trainyard import planner
+from trainyard.hardware import gpu
+from trainyard.planner.communication import EFA, fabric
+from trainyard.planner.reading import layout_of_resolved, shape_of
+from trainyard.planner.step import StepTime
+from trainyard.planner.timing import step_time
+from trainyard.planner.traced import traced_step
+from trainyard.planner.traced_plan import check_traceable, ranks_to_trace
+from trainyard.spec.job import JobSpec
 from trainyard.spec.support import DOCUMENT_FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -14,6 +25,7 @@ FEW = {
     **{"num_hidden_layers": 3, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4},
     **{"head_dim": 128, "vocab_size": 32000, "pad_token_id": 0, "tie_word_embeddings": False},
 }
+LINKS = fabric(gpu("H100"), 8, 400, EFA)
 STATIC = 0.03
 """Parameters, gradients and optimizer together, and buffers, are off by less."""
 
@@ -55,3 +67,14 @@ def agreement(
     if model.adapter is not None:
         model = model.model_copy(update={"adapter": model.adapter.model_copy(update=adapts or {})})
     return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), rank))
+
+
+def steps_of(job: JobSpec, *, world_size: int | None = None) -> tuple[StepTime, StepTime]:
+    """A step on H100, (by the formulas, by the trace). InputError of jobs whose traces say too little for a time."""
+    resolved = planner.resolve(job, world_size=world_size)
+    check_traceable(resolved)
+    layout, shape = layout_of_resolved(job, resolved), shape_of(job)
+    assert shape is not None
+    traces = [trace(resolved, rank) for rank in ranks_to_trace(resolved)]
+    counted = traced_step(traces, resolved.parallelism, layout, gpu("H100"), LINKS)
+    return step_time(shape, layout, gpu("H100"), LINKS), counted
