@@ -158,6 +158,7 @@ def test_ddp_sums_its_bucket_once_a_step() -> None:
         "axis": "data_replicate",
         "ranks": 2,
         "dtype": "float32",
+        "purpose": "pass",
         "count": 1,
         "bytes": weights,
     }

@@ -101,6 +101,7 @@ def test_so_they_do_under_other_layouts(layout: dict[str, int], adapter: str | N
         ("llama", {"data_shard": 8}),
         pytest.param("llama", {"data_replicate": 2, "data_shard": 4}, marks=pytest.mark.slow),
         pytest.param("llama", {"tensor": 2, "data_shard": 4}, marks=pytest.mark.slow),
+        ("llama", {"context": 2, "data_shard": 4}),
         pytest.param("llama", {"tensor": 2, "data_replicate": 4}, marks=pytest.mark.slow),
         pytest.param("gpt_neox", {"data_shard": 8}, marks=pytest.mark.slow),
         pytest.param("mixtral", {"data_replicate": 2}, marks=pytest.mark.slow),

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trainyard.hardware import Gpu
-from trainyard.planner.communication import Fabric, all_gather_seconds, group
+from trainyard.planner.communication import Fabric, all_gather_seconds, all_to_all_seconds, group
 from trainyard.planner.layout import Layout
 from trainyard.planner.operators import wide_ceiling_tflops
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.time_constants import PRE_AMPERE, Constants
+from trainyard.planner.weight_tensors import WeightTensors
 
 STEPS = 5
 """Of Newton and Schulz."""
@@ -27,19 +28,32 @@ Matrix = tuple[int, int]
 """Rows and columns."""
 
 
-def muon_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants) -> float:
+def muon_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> float:
     """Beside what its bytes take; 0 of other optimizers, of adapters, whose matrices are thin, and of others' loops."""
     is_ours = layout.library == "trainyard" and layout.engine == "torch" and layout.method == "full"
     if layout.optimizer != "muon" or not is_ours:
         return 0.0
-    seconds = muon_flops(shape, layout) / (_tflops(layout, device, constants) * 1e12)
-    if layout.zero_stage or layout.tensor > 1 or layout.data_parallel == 1:
+    return muon_flops(shape, layout) / (_tflops(layout, device, constants) * 1e12)
+
+
+def muon_sending_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> float:
+    """What ranks that share the work send each other."""
+    element, matrices = 8 if layout.precision == "fp64" else 4, _matrices(shape, layout)
+    if layout.zero_stage == 3 and layout.shard_degree > 1:
+        # Parts of theirs to the rank that makes a matrix orthogonal, and back: a rank's own size, all at once.
+        members, seconds = group(layout.shard_degree, layout.tensor, links.gpus_per_node), 0.0
+        for ((rows, columns), _), number in matrices.items():
+            stacks = math.ceil(number / layout.shard_degree)
+            sent = element * rows * columns * number / layout.shard_degree / layout.tensor / stacks
+            seconds += 2 * stacks * all_to_all_seconds(sent, members, links)
         return seconds
-    # Replicas send each other whole matrices; what FSDP's ranks send are parts, of a rank's own size together.
+    if layout.zero_stage or layout.tensor > 1 or layout.data_parallel == 1:
+        return 0.0
+    # Replicas send each other whole matrices.
     sent = 0.0 + sum(number * rows * columns for ((rows, columns), _), number in _matrices(shape, layout).items())
     sent += sum(number * rows * columns for (rows, columns), number in _experts(shape, layout)) * layout.data_parallel
     members = group(layout.data_parallel, layout.context, links.gpus_per_node)
-    return seconds + all_gather_seconds(sent * (8 if layout.precision == "fp64" else 4), members, links)
+    return all_gather_seconds(sent * element, members, links)
 
 
 def muon_flops(shape: ModelShape, layout: Layout) -> float:
@@ -48,6 +62,23 @@ def muon_flops(shape: ModelShape, layout: Layout) -> float:
     for (matrix, is_cut_in_rows), number in _matrices(shape, layout).items():
         flops += math.ceil(number / _sharing_ranks(layout, is_cut_in_rows=is_cut_in_rows)) * orthogonal_flops(*matrix)
     return flops
+
+
+ADAMW_LAUNCHES, ORTHOGONAL_LAUNCHES, OWN_LAUNCHES, STACK_LAUNCHES = 11, 19, 4, 26
+"""Kernels of a tensor that is left to AdamW; of a matrix that is made orthogonal; of what each rank does with each
+matrix anyway (its count of steps, momentum, decay, step); and of one rank's work on matrices that it gets its share of
+from others, put together and taken apart included."""
+
+
+def orthogonal_launches(shape: ModelShape, layout: Layout, tensors: WeightTensors) -> float:
+    """Kernels of an update, `tensors` being what a rank trains."""
+    is_cut = layout.zero_stage == 3 and layout.shard_degree > 1
+    matrices, stacks, found = _matrices(shape, layout), 2 * math.ceil(shape.moe_layers / layout.pipeline), 0.0
+    for (_, is_cut_in_rows), number in matrices.items():
+        dealt = math.ceil(number / _sharing_ranks(layout, is_cut_in_rows=is_cut_in_rows))
+        found += dealt * (STACK_LAUNCHES if is_cut else ORTHOGONAL_LAUNCHES) + (OWN_LAUNCHES + is_cut) * number
+    found += stacks * (ORTHOGONAL_LAUNCHES + OWN_LAUNCHES)
+    return found + ADAMW_LAUNCHES * max(0.0, tensors.count - sum(matrices.values()) - stacks)
 
 
 def orthogonal_flops(rows: int, columns: int) -> float:
@@ -60,7 +91,7 @@ def _sharing_ranks(layout: Layout, *, is_cut_in_rows: bool) -> int:
     """All that have a part of it, or all of it. FSDP's rows of what tensor parallelism has cut in rows lie in strides:
     these matrices every rank makes orthogonal whole."""
     is_strided = layout.zero_stage == 3 and layout.shard_degree > 1 and layout.tensor > 1 and is_cut_in_rows
-    return 1 if is_strided else layout.tensor * layout.data_parallel
+    return 1 if is_strided else layout.tensor * layout.data_parallel * layout.context
 
 
 def _matrices(shape: ModelShape, layout: Layout) -> Counter[tuple[Matrix, bool]]:

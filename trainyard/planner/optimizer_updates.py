@@ -37,11 +37,15 @@ _OF_WHOLE = 64.0
 
 def update_moved_bytes(shape: ModelShape, layout: Layout, own_params: float) -> float:
     """What a step's update moves through a rank's memory, beside Muon's products; `own_params`: the weights that the
-    rank updates. Of our own trainer's torch engine, where nothing is offloaded and whole models are trained."""
+    rank updates. Of our own trainer's torch engine, where nothing is offloaded."""
     each = MOVED_BYTES[layout.optimizer]
     if layout.optimizer == "muon" and layout.zero_stage == 3 and layout.shard_degree > 1:
         each += _DEALT
-    whole = shape.params / layout.pipeline if layout.optimizer == "adafactor" else 0.0
+    whole = 0.0
+    if layout.optimizer == "adafactor":
+        is_cut = layout.zero_stage == 3 and layout.method != "full"
+        whole = own_params * layout.shard_degree if is_cut else own_params
+        whole = shape.params / layout.pipeline if layout.method == "full" else whole
     return (each * own_params + _OF_WHOLE * whole) * (2 if layout.precision == "fp64" else 1)
 
 

@@ -25,8 +25,9 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
+from trainyard.planner.launches import kernel_seconds, update_kernels, update_sending_seconds
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import QLORA_BYTES, masters_of, state_bytes, sums_narrow, sums_on_host
+from trainyard.planner.memory import QLORA_BYTES, lora_params, masters_of, state_bytes, sums_narrow, sums_on_host
 from trainyard.planner.muon import muon_seconds
 from trainyard.planner.operators import Operators
 from trainyard.planner.optimizer_updates import update_moved_bytes
@@ -87,8 +88,7 @@ def step_time(
         waited=gradients * waited_share(shape, layout),
         parameters=parameters,
         pipeline=_pipeline_seconds(shape, layout, links, constants),
-        optimizer=_optimizer_seconds(shape, layout, device, links, constants)
-        + muon_seconds(shape, layout, device, links, constants),
+        optimizer=_update_seconds(shape, layout, device, links, constants),
     )
     return combined(passes, once, layout, links, constants)
 
@@ -799,6 +799,18 @@ def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constant
     return 2 * each * (layout.pipeline - 1 + full)
 
 
+def _update_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants) -> float:
+    """All of an update: what it moves and multiplies, or where that takes longer the launching of its kernels; and what
+    our own trainer's ranks send for it."""
+    on_gpu = _optimizer_seconds(shape, layout, device, links, constants) + muon_seconds(
+        shape, layout, device, constants
+    )
+    if layout.library != "trainyard" or layout.engine != "torch" or layout.offload != "none":
+        return on_gpu
+    launching = update_kernels(shape, layout) * kernel_seconds(constants)
+    return max(on_gpu, launching) + update_sending_seconds(shape, layout, links)
+
+
 def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants) -> float:
     """An update reads and writes its state once, or as often as our own trainer's kernels do: bound by memory (by PCIe
     and the host's memory when offloaded)."""
@@ -807,11 +819,16 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, links: Fa
     both = _most_params(shape, layout)
     # Experts are spread over the ranks already: fewer of them share an expert's state.
     params = both.dense / share + both.expert / (layout.expert_shard_degree if layout.zero_stage else 1)
+    is_ours = layout.library == "trainyard" and layout.engine == "torch"
     if layout.method != "full":
-        params *= 0.01
+        params = (
+            max(lora_params(shape, layout, stage) for stage in stages(shape, layout)) / share
+            if is_ours
+            else (0.01 * params)
+        )
     if layout.offload == "none":
         bytes_ = constants.optimizer_passes * (params * (each.parameter + each.gradient + each.optimizer))
-        if layout.library == "trainyard" and layout.engine == "torch" and layout.method == "full":
+        if is_ours:
             bytes_ = update_moved_bytes(shape, layout, params)
         bandwidth = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
         return bytes_ / bandwidth

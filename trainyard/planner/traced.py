@@ -20,6 +20,7 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.constants import DEFAULT_MEMORY
+from trainyard.planner.launches import kernel_seconds
 from trainyard.planner.layout import Layout, Precision
 from trainyard.planner.memory import Memory, workspace_bytes
 from trainyard.planner.muon import TF32_SHARE
@@ -33,9 +34,6 @@ Trace = Mapping[str, Any]
 
 AXES = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 """Of the grid of ranks, from neighbours outwards: an axis' ranks lie as far apart as those before it are many."""
-
-KERNELS_A_LAYER = 45
-"""Of a layer whose launching takes `launch_seconds`: a Llama's has 49 forward, as traced, and 83 backward."""
 
 PEAK_PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "float64": "fp64"}
 """Of a product's type, where it isn't of 16 bits."""
@@ -53,6 +51,7 @@ class _Messages:
     context: float = 0.0
     sharding: float = 0.0
     gradients: float = 0.0
+    update: float = 0.0
 
 
 def traced_memory(trace: Trace, layout: Layout) -> Memory:
@@ -93,7 +92,10 @@ def traced_step(
         waited=0.0,
         parameters=0.0,
         pipeline=2 * alone * max(_longest_send(trace, parallelism, links) for trace in traces),
-        optimizer=max(operators.phase_seconds(trace, "optimizer") for trace in traces),
+        optimizer=max(
+            operators.phase_seconds(trace, "optimizer") + messages.update
+            for trace, messages in zip(traces, said, strict=True)
+        ),
     )
     return combined(passes, once, layout, links, constants)
 
@@ -158,12 +160,11 @@ class _Traced(Operators):
         """A micro-batch's share of the step; what is sent once a step stays whole (`Layout.gathers_once`)."""
         count = self.layout.num_micro_batches
         seconds = {phase: self.phase_seconds(trace, phase) / count for phase in ("forward", "backward", "recompute")}
-        attention = sum(self._attention_seconds(each) * each["count"] for each in trace["work"]["attention"])
         return Pass(
             **seconds,
             tensor=messages.tensor * self.constants.tensor_exposed_torch / count,
             expert=messages.expert * self.constants.expert_exposed * self.constants.imbalance / count,
-            context=max(0.0, messages.context - attention) / count,
+            context=messages.context / count,
             sharding=messages.sharding if self.layout.gathers_once else messages.sharding / count,
         )
 
@@ -177,7 +178,7 @@ class _Traced(Operators):
             self._attention_seconds(each) * each["count"] for each in work["attention"] if each["phase"] == phase
         )
         on_gpu += work["moved_bytes"][phase] / self.bytes_per_second
-        return max(on_gpu, float(work["kernels"][phase]) * self.constants.launch_seconds / KERNELS_A_LAYER)
+        return max(on_gpu, float(work["kernels"][phase]) * kernel_seconds(self.constants))
 
     def _product_seconds(self, each: Mapping[str, Any]) -> float:
         precision = PEAK_PRECISIONS.get(each["dtype"])
@@ -200,8 +201,12 @@ class _Traced(Operators):
         masks, has_two_widths = self.layout.masks, each["head_dim"] != each["value_dim"]
         is_masked = masks == "always" or (masks == "documents" and (has_two_widths or each["drops"]))
         is_told = each["is_efficient"] and not has_two_widths and masks in ("never", "documents") and not is_masked
+        flops = _attention_flops(each)
+        if each["is_causal"] and each["queries"] < each["keys"]:
+            # The last queries of a sequence, of context parallelism: they see all but half of their own square.
+            flops *= 2 - each["queries"] / each["keys"]
         seconds = self.fused_attention(
-            _attention_flops(each),
+            flops,
             each["head_dim"],
             is_causal=(each["is_causal"] or is_told) and not is_masked,
             efficient=(each["is_efficient"] and not is_told) or (each["is_causal"] and is_masked),
@@ -222,15 +227,16 @@ def _messages(trace: Trace, parallelism: ParallelismSpec, links: Fabric, layout:
 
 def _purpose(message: Mapping[str, Any], *, has_experts: bool) -> str | None:
     """The field of `_Messages` that a kind of message counts in; None: its other end is counted, or the pipeline's."""
-    name, axis = message["name"], message["axis"]
+    name, axis, purpose = message["name"], message["axis"], message["purpose"]
     if name == "receive" or (name == "send" and axis == "pipeline"):
         return None
-    if name == "all_to_all":
-        # Without experts they are Muon's, once a step.
-        return "context" if axis == "context" else "expert" if has_experts else "gradients"
-    if axis in ("tensor", "context"):
-        return str(axis)
-    return "sharding" if name in ("all_gather", "reduce_scatter") else "gradients"
+    if purpose == "update":
+        return "update"
+    if purpose == "weights":
+        return "sharding" if name in ("all_gather", "reduce_scatter") else "gradients"
+    if name == "all_to_all" and has_experts:
+        return "expert"
+    return str(axis) if axis in ("tensor", "context") else "gradients"
 
 
 def _longest_send(trace: Trace, parallelism: ParallelismSpec, links: Fabric) -> float:

@@ -45,6 +45,9 @@ class Kind:
     ranks: int
     """In the group."""
     dtype: str
+    purpose: str = "pass"
+    """pass: what the passes themselves wait for, and gradients of replicas. weights: FSDP's, gathered, and their
+    gradients. update: the optimizer's, and the norm's before it."""
 
 
 class Messages:
@@ -57,7 +60,9 @@ class Messages:
         self.counts: dict[Kind, tuple[int, int]] = {}
         """Kind -> (messages, bytes)."""
 
-    def note(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[torch.Tensor]:
+    def note(
+        self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, purpose: str
+    ) -> list[torch.Tensor]:
         """Counts a collective; the tensors that travel, none where nothing does."""
         name = operation.name().partition("::")[2].partition(".")[0]
         if name in _SILENT:
@@ -70,7 +75,7 @@ class Messages:
         if kind in ("send", "receive") and tensors[0].numel() == 1:
             return []  # a pipeline's stages agree once, before their first step, that they know their shapes
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        key = Kind(kind, self._axis_of(group), group.size(), dtype)
+        key = Kind(kind, self._axis_of(group), group.size(), dtype, purpose)
         count, num_bytes = self.counts.get(key, (0, 0))
         payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.counts[key] = (count + 1, num_bytes + payload)

@@ -51,6 +51,7 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
         self._ledger, self._messages, self._work = ledger, messages, work
         self._recomputes = recomputes
         self._is_paused = False
+        self._is_inside_of_fsdp = False
 
     @contextmanager
     def without_questions_of_shape(self) -> Iterator[None]:
@@ -81,8 +82,12 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
         def watched(*args: Any, **kwargs: Any) -> Any:
             if run.__name__ == "foreach_reduce":
                 self._ledger.mark(_tensors(args[1]), "buffers")  # whole gradients: of some FSDP sends a copy
-            with self._ledger.making("buffers"):
-                result = run(*args, **kwargs)
+            self._is_inside_of_fsdp = True
+            try:
+                with self._ledger.making("buffers"):
+                    result = run(*args, **kwargs)
+            finally:
+                self._is_inside_of_fsdp = False
             if run.__name__ == "foreach_reduce" and result[-1] is not None:
                 self._ledger.mark([result[-1]], "gradients")
             return result
@@ -97,6 +102,13 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._ledger.phase = before
+
+    @property
+    def _purpose(self) -> str:
+        """Of a message that is sent now, `Kind.purpose`."""
+        if self._ledger.phase == "optimizer":
+            return "update"
+        return "weights" if self._is_inside_of_fsdp else "pass"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, and writes down what came of it."""
@@ -115,7 +127,7 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
             self._work.note(func, args, kwargs, result, phase=phase_now(self._ledger.phase, self._recomputes))
         space = func.namespace
         if space in SPACES:
-            tensors = self._messages.note(func, args, kwargs, result)
+            tensors = self._messages.note(func, args, kwargs, result, purpose=self._purpose)
             name = func._schema.name.rpartition("::")[2].lstrip("_")
             is_gradient = name.startswith("reduce_scatter") and any(
                 self._ledger.is_held_as(tensor, "buffers") for tensor in tensors

@@ -176,6 +176,7 @@ def _word(tensor: torch.Tensor) -> str:
 
 def _product(name: str, args: Sequence[Any], result: Any, phase: str) -> Product | None:
     """The sizes of a matrix product; None for other operations."""
+    name = name.removesuffix("_")  # in place: of a loss's parts in float32, the head's gradient
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         first, second = args[1:3] if "add" in name else args[:2]
         groups = first.size(0) if first.dim() == 3 else 1

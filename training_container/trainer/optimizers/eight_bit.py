@@ -74,6 +74,7 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {"step": new_step(), **_new_state(parameter)}
+                self._table(MOMENTS[0], parameter.device)  # made here, no step has to
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
