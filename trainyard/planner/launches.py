@@ -6,9 +6,10 @@ tensor to tensor, so that a small model's update takes what its launching does.
 """
 
 import math
+from collections.abc import Sequence
 
 from trainyard.planner.communication import Fabric, all_gather_seconds, all_reduce_seconds, group
-from trainyard.planner.layout import Layout
+from trainyard.planner.layout import Layout, is_grid
 from trainyard.planner.muon import muon_sending_seconds, orthogonal_launches
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import stages
@@ -43,14 +44,16 @@ def kernel_seconds(constants: Constants) -> float:
     return constants.launch_seconds / KERNELS_A_LAYER
 
 
+def queued(on_gpu: Sequence[float], launches: Sequence[float], constants: Constants) -> list[float]:
+    """Seconds of parts of a pass that share a queue, by their work and their kernels: all the work, or where that takes
+    longer all the launching, each part having its share of the work's."""
+    work, launching = sum(on_gpu), sum(launches) * kernel_seconds(constants)
+    return [part * max(1.0, launching / work) if work else launching / len(on_gpu) for part in on_gpu]
+
+
 def update_kernels(shape: ModelShape, layout: Layout) -> float:
     """Of a step's norm, clipping and update, on the rank that has most tensors."""
     return max(_update_kernels(shape, layout, weight_tensors(shape, layout, stage)) for stage in stages(shape, layout))
-
-
-def is_grid(layout: Layout) -> bool:
-    """Whether ranks hold different parts of different tensors: more than data parallelism."""
-    return layout.tensor * layout.pipeline * layout.context * layout.expert > 1
 
 
 def _update_kernels(shape: ModelShape, layout: Layout, tensors: WeightTensors) -> float:

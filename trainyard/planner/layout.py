@@ -308,3 +308,8 @@ class Layout:
         if self.zero_stage:
             return f"ZeRO-{self.zero_stage} over {self.shard_degree}"
         return f"DDP{self.data_parallel}" if self.data_parallel > 1 else "one replica"
+
+
+def is_grid(layout: Layout) -> bool:
+    """Whether our own trainer's ranks hold different parts of different tensors: more than data parallelism."""
+    return layout.tensor * layout.pipeline * layout.context * layout.expert > 1

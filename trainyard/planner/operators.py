@@ -89,6 +89,12 @@ class Operators:
             return max(seconds, moved) + passes * element * rows * (depth + columns) / self.bytes_per_second
         return max(seconds, moved)
 
+    def gradients(self, rows: float, columns: float, depth: float, groups: float = 1.0, *, frozen: bool) -> float:
+        """Seconds of the two products that follow backward: of the inputs' gradient, and unless they are frozen of the
+        weights', whose sum is as long as a group has rows."""
+        inputs = self.product(rows, depth, columns, groups)
+        return inputs if frozen else inputs + self.product(groups * columns, depth, rows / groups, groups)
+
     @property
     def attention_peak(self) -> float:
         """FLOP/s of which attention's kernels reach a share: they have 16 bits where the layers have fewer."""

@@ -31,7 +31,7 @@ the trainer's kernels. AdamW's is one; eight bits are unpacked and packed by tor
 _DEALT = 40.0
 """Of Muon's more, where its matrices are dealt out to ranks: stacks, and what is sent."""
 
-_OF_WHOLE = 64.0
+_OF_WHOLE = 68.0
 """Of Adafactor's more, of every weight of the matrix: each rank updates it as a whole."""
 
 

@@ -8,7 +8,7 @@ they are worth on sources unseen.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
@@ -25,7 +25,8 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
-from trainyard.planner.launches import kernel_seconds, update_kernels, update_sending_seconds
+from trainyard.planner.launches import kernel_seconds, queued, update_kernels, update_sending_seconds
+from trainyard.planner.layer_launches import LayerLaunches
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, lora_params, masters_of, state_bytes, sums_narrow, sums_on_host
 from trainyard.planner.muon import muon_seconds
@@ -37,6 +38,7 @@ from trainyard.planner.stages import Stage, StageParams, stage_params, stages
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
 from trainyard.planner.trainer_layers import DELTA_CHUNK, TrainerLayers
+from trainyard.planner.trainer_products import Product, attention_products, block_products
 from trainyard.planner.unfused import Unfused
 
 PCIE_BYTES_PER_SECOND = 24e9
@@ -65,6 +67,10 @@ class _Work:
     """Four-bit weights turned into 16 bits, in every pass again."""
     unfused: tuple[float, float] = (0.0, 0.0)
     """In place of `elementwise`, where each operation of the model's code is a kernel: forward and backward."""
+    remade: float = 0.0
+    """Of the products, those that our own trainer's selective recomputation doesn't keep: experts'."""
+    gradients: float = 0.0
+    """Products of the backward pass, where they are reckoned one by one; 0: as long as forward for each."""
 
     @property
     def forward(self) -> float:
@@ -72,7 +78,7 @@ class _Work:
 
     def backward(self, *, frozen: bool) -> float:
         """Products twice (once for frozen weights), attention 2.5 times: its scores are computed again."""
-        products = self.products * (1.0 if frozen else 2.0)
+        products = self.gradients or self.products * (1.0 if frozen else 2.0)
         return products + 2.5 * self.scores + 1.5 * self.elementwise + self.idle + self.unpacked + self.unfused[1]
 
 
@@ -160,15 +166,16 @@ class _Rank(Operators):
         kinds = self.layers()
         total = sum(count for count, _, _ in kinds)
         forward = backward = again = 0.0
-        for count, work, launch in kinds:
-            share = stage.layers * count / total
+        least = 0.0 if self._is_queued else constants.launch_seconds
+        for count, work, each in kinds:
+            share, launch = stage.layers * count / total, 0.0 if self._is_queued else each
             forward += share * max(work.forward, launch)
             backward += share * max(work.backward(frozen=frozen), launch)
             again += share * self._recomputed(work, launch)
         for count, work in self._beside(stage):
-            forward += count * max(work.forward, constants.launch_seconds)
-            backward += count * max(work.backward(frozen=frozen), constants.launch_seconds)
-            again += count * self._recomputed(work, constants.launch_seconds)
+            forward += count * max(work.forward, least)
+            backward += count * max(work.backward(frozen=frozen), least)
+            again += count * self._recomputed(work, least)
         again += stage.layers * self._modules_again()
         if layout.library == "trainyard":  # compiled or not: blocks alone are compiled
             held = stage_params(shape, layout, stage).total
@@ -176,6 +183,9 @@ class _Rank(Operators):
             times = 1 / layout.num_micro_batches if layout.gathers_once else 1.0
             forward += times * for_weights[0] / self.bytes_per_second
             backward += times * for_weights[1] / self.bytes_per_second
+            if stage.embedding and not frozen:
+                rows = shape.vocab * shape.hidden / self._head_split
+                backward += Unfused(shape, layout).embedding_gradient(rows) / self.bytes_per_second
         if layout.offloads_checkpoints:
             # One goes out while the next layer runs, and comes back while the one after it is differentiated.
             moved = stage.layers * self.tokens * self._stream * layout.element_bytes / PCIE_BYTES_PER_SECOND
@@ -183,8 +193,12 @@ class _Rank(Operators):
         heads = (1 + shape.mtp_layers) * stage.head
         if heads:
             head = self._head_seconds(frozen=frozen)
-            forward += heads * max(head[0], constants.launch_seconds)
-            backward += heads * (max(head[1], constants.launch_seconds) if head[1] else 0.0)
+            forward += heads * max(head[0], least)
+            backward += heads * (max(head[1], least) if head[1] else 0.0)
+        if self._is_queued:
+            launches = LayerLaunches(shape, layout).stage(stage)
+            (forward,) = queued([forward], launches[:1], constants)
+            backward, again = queued([backward, again], launches[1:], constants)
         return Pass(
             forward=forward,
             backward=backward,
@@ -194,6 +208,12 @@ class _Rank(Operators):
             context=self._context_seconds(stage),
             sharding=_sharding_seconds(shape, layout, stage, self.links),
         )
+
+    @property
+    def _is_queued(self) -> bool:
+        """Our own trainer's kernels are counted (`layer_launches`): the host runs ahead of the GPU through a pass. Of
+        others' loops, and compiled blocks, a layer is the least that either can be late by."""
+        return self.layout.library == "trainyard" and self.layout.unfused
 
     def _tensor_exposed(self) -> float:
         """Share of the tensor ranks' collectives that stands alone: all of it where each is waited for."""
@@ -223,7 +243,8 @@ class _Rank(Operators):
             yield shape.encoder_layers, _sum(encoder._attention(), encoder._mlp(shape.ffn))
         if stage.head and shape.mtp_layers:
             block = self._routed() if shape.moe_layers else self._mlp(shape.ffn)
-            joined = _Work(self.product(self.tokens, shape.hidden, 2 * shape.hidden / layout.tensor), 0.0, 0.0)
+            product = self.product(self.tokens, shape.hidden, 2 * shape.hidden / layout.tensor)
+            joined = _Work(product, 0.0, 0.0, gradients=self._as_long(product))
             yield shape.mtp_layers, _sum(joined, _sum(self._attention(), block))
 
     def _expert_exposed(self, stage: Stage) -> float:
@@ -251,7 +272,12 @@ class _Rank(Operators):
         if shape.kv_lora_rank:
             width = shape.query_dim + shape.value_dim + shape.heads * shape.rope_dim
         bytes_ = width * self.tokens * layout.context * layout.element_bytes / layout.tensor
-        each = all_gather_seconds(bytes_, group(layout.context, layout.tensor, self.links.gpus_per_node), self.links)
+        members = group(layout.context, layout.tensor, self.links.gpus_per_node)
+        if layout.library == "trainyard":
+            # Attention waits for both, and what is before it for their gradients (`strategies/context_parallel.py`).
+            both = 2 * all_gather_seconds(bytes_ / 2, members, self.links)
+            return both * (2 if layout.recompute == "none" else 3) * stage.layers * shape.num_attentions / shape.layers
+        each = all_gather_seconds(bytes_, members, self.links)
         scores = self._score_seconds()
         forward, backward = max(0.0, each - scores), max(0.0, 2 * each - 2.5 * scores)
         again = forward if layout.recompute == "full" else 0.0
@@ -304,6 +330,7 @@ class _Rank(Operators):
             # our own trainer's the attention that drops scores, which has to draw the same numbers once more.
             drops = self.layout.library == "trainyard" and self.shape.attention_dropout
             again = work.elementwise + work.unfused[0] + work.scores * (drops and self.layout.flash_attention)
+            again += work.remade
             return again + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
         # Megatron's: the core of attention, which fused kernels compute again anyway.
         is_core = self.layout.engine != "megatron" or self.layout.makes_again("core_attn")
@@ -384,7 +411,10 @@ class _Rank(Operators):
             products = self._latent_products() + self._indexing()
         else:
             products = self.product(self.tokens, width / split, shape.hidden)
-        last = self.product(self.tokens, shape.hidden, shape.value_dim / split)
+        last, gradients = self.product(self.tokens, shape.hidden, shape.value_dim / split), 0.0
+        if self._is_queued:
+            products, gradients = self._one_by_one(attention_products(shape, split))
+            products -= last
         around = 6 * self._stream + 3 * width / split
         unpacked = self._unpacked((width + shape.query_dim) * shape.hidden / split)
         around, unfused = self._moved(around, Unfused(shape, self.layout).attention_half)
@@ -395,6 +425,7 @@ class _Rank(Operators):
             last=last,
             unpacked=unpacked,
             unfused=unfused,
+            gradients=gradients,
         )
 
     def _indexing(self) -> float:
@@ -431,6 +462,16 @@ class _Rank(Operators):
         return _Work(
             queries + joined + last + entries + weighed, self._score_seconds(), self._elementwise(around), last=last
         )
+
+    def _as_long(self, product: float) -> float:
+        """Seconds of a product's gradients where each takes as long as it does; 0 where no gradients are reckoned."""
+        return product * (1.0 if self.layout.method != "full" else 2.0) * self._is_queued
+
+    def _one_by_one(self, products: Iterable[Product]) -> tuple[float, float]:
+        """Seconds of a layer's products on a rank's tokens, forward and backward."""
+        frozen, sizes = self.layout.method != "full", [size for size in products if all(size)]
+        forward = sum(self.product(self.tokens, *size) for size in sizes)
+        return forward, sum(self.gradients(self.tokens, *size, frozen=frozen) for size in sizes)
 
     def _adapters(self) -> float:
         """LoRA beside a layer's products: matrices so narrow that only what they read and write takes time.
@@ -502,11 +543,14 @@ class _Rank(Operators):
             return _Work(0.0, 0.0, 0.0)
         inputs = 2 if shape.gated_mlp else 1
         products = self.product(self.tokens, inputs * width / split, shape.hidden)
-        last = self.product(self.tokens, shape.hidden, width / split)
+        last, gradients = self.product(self.tokens, shape.hidden, width / split), 0.0
+        if self._is_queued:
+            products, gradients = self._one_by_one(block_products(shape, width, split))
+            products -= last
         around = 6 * self._stream + (inputs + 1) * width / split
         unpacked = self._unpacked((inputs + 1) * width * shape.hidden / split)
         around, unfused = self._moved(around, lambda: Unfused(shape, self.layout).block(width))
-        return _Work(products + last, 0.0, around, last=last, unpacked=unpacked, unfused=unfused)
+        return _Work(products + last, 0.0, around, 0.0, last, unpacked, unfused, gradients=gradients)
 
     def _fullest(self) -> float:
         """The tokens of the fullest rank's experts over the mean; with a capacity all have as many."""
@@ -514,6 +558,8 @@ class _Rank(Operators):
 
     def _routed(self) -> _Work:
         """Router, routed experts and the shared one; each rank has its share of experts and of tokens."""
+        if self._is_queued:
+            return self._trainer_routed()
         shape, layout, constants = self.shape, self.layout, self.constants
         inputs = 2 if shape.gated_mlp else 1
         hidden = shape.latent or shape.hidden
@@ -539,6 +585,31 @@ class _Rank(Operators):
         unpacked = self._unpacked(held) + shared.unpacked
         moved += around + shared.elementwise
         return _Work(products + shared.products, 0.0, moved, idle, unpacked=unpacked, unfused=shared.unfused)
+
+    def _trainer_routed(self) -> _Work:
+        """The same of our own trainer's, whose experts are grouped products that no host waits for."""
+        shape, layout, inputs = self.shape, self.layout, 1 + self.shape.gated_mlp
+        hidden, split = shape.latent or shape.hidden, layout.expert_split
+        # A rank that has all experts has all of its tokens' copies, however these are spread.
+        copies = self.tokens * shape.experts_per_token / layout.tensor * (self.constants.imbalance if split > 1 else 1)
+        local = max(1.0, shape.experts / split)
+        frozen, sizes = layout.method != "full", ((inputs * shape.moe_ffn, hidden), (hidden, shape.moe_ffn))
+        products = sum(self.product(copies, *size, local) for size in sizes)
+        gradients = sum(self.gradients(copies, *size, local, frozen=frozen) for size in sizes)
+        router = self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
+        shared, moved = self._mlp(shape.shared_ffn), Unfused(shape, layout).routed(copies)
+        return _Work(
+            products + router + shared.products,
+            0.0,
+            shared.elementwise,
+            unpacked=self._unpacked(shape.experts / split * (inputs + 1) * shape.moe_ffn * hidden) + shared.unpacked,
+            unfused=(
+                moved[0] / self.bytes_per_second + shared.unfused[0],
+                moved[1] / self.bytes_per_second + shared.unfused[1],
+            ),
+            remade=0.0 if shape.batches_experts else products,
+            gradients=gradients + self._as_long(router) + shared.gradients,
+        )
 
     def _mamba(self) -> _Work:
         """Projections in and out, the convolution and the scan, which is bound by memory."""
@@ -566,7 +637,8 @@ class _Rank(Operators):
         flops = DELTA_CHUNK * (5 * keys + 3 * values) + 6 * values * shape.delta_key_head_dim
         scores = flops * self.tokens / split / (0.4 * self.device.peak_tflops(precision) * 1e12)
         unpacked = self._unpacked(shape.hidden * (shape.delta_projected + shape.delta_value_width) / split)
-        return _Work(products + last, scores, around + rule, last=last, unpacked=unpacked)
+        gradients = self._as_long(products + last)
+        return _Work(products + last, scores, around + rule, last=last, unpacked=unpacked, gradients=gradients)
 
     def _head_seconds(self, *, frozen: bool) -> tuple[float, float]:
         """The output projection and the loss, forward and backward; our own trainer's, made in the head, has its
@@ -574,13 +646,36 @@ class _Rank(Operators):
         shape, layout = self.shape, self.layout
         logits = self.tokens * shape.vocab / self._head_split
         product, again = self._head_product(), 1.0 if frozen else 2.0
-        if layout.library == "trainyard" and layout.loss_chunk_tokens is not None:
-            return (1 + again) * product + Unfused(shape, layout).loss(logits) / self.bytes_per_second, 0.0
         if layout.whole_logits:
             logits *= self._head_split
+        if layout.library == "trainyard":
+            return self._trainer_head_seconds(logits)
         product += shape.head_products * self.product(self.tokens, shape.hidden, shape.hidden)
         forward = product + 3 * logits * 4 / self.bytes_per_second
         return forward, forward * again
+
+    def _trainer_head_seconds(self, logits: float) -> tuple[float, float]:
+        """The same of our own trainer."""
+        shape, layout, layers = self.shape, self.layout, TrainerLayers(self.shape, self.layout)
+        rows = self.tokens
+        if layers.loss_is_in_head:
+            rows = min(rows, float(layout.loss_chunk_tokens or rows))
+        each = rows, shape.vocab / self._head_split, shape.hidden
+        products = [self.product(*each, wide=True), self.gradients(*each, frozen=layout.method != "full")]
+        if self._is_unaligned:
+            products = [product / self.constants.unaligned_speed for product in products]
+        moves = Unfused(shape, layout)
+        if layers.loss_is_in_head:
+            return self.tokens / rows * sum(products) + moves.loss(logits) / self.bytes_per_second, 0.0
+        forward, backward = (moved / self.bytes_per_second for moved in moves.whole_loss(logits))
+        return products[0] + forward, products[1] + backward
+
+    @property
+    def _is_unaligned(self) -> bool:
+        """Rows of the logits don't begin at multiples of 16 bytes. Over several ranks others pad them: they have to
+        divide. The head stays in 16 bits under narrower ones."""
+        row_bytes = self.shape.vocab * max(2, self.layout.element_bytes)
+        return bool(self._head_split == 1 and row_bytes % 16 and not self.layout.pads_vocabulary)
 
     @property
     def _head_split(self) -> int:
@@ -591,13 +686,8 @@ class _Rank(Operators):
 
     def _head_product(self) -> float:
         """The output projection."""
-        shape, layout, split = self.shape, self.layout, self._head_split
-        product = self.product(self.tokens, shape.vocab / split, shape.hidden, wide=True)
-        row_bytes = shape.vocab * max(2, layout.element_bytes)  # the head stays in 16 bits under narrower ones
-        if split == 1 and row_bytes % 16 and not layout.pads_vocabulary:
-            # Over several ranks others pad it: it has to divide.
-            product /= self.constants.unaligned_speed
-        return product
+        product = self.product(self.tokens, self.shape.vocab / self._head_split, self.shape.hidden, wide=True)
+        return product / self.constants.unaligned_speed if self._is_unaligned else product
 
 
 def _sum(one: _Work, other: _Work) -> _Work:
@@ -610,6 +700,8 @@ def _sum(one: _Work, other: _Work) -> _Work:
         other.last,
         one.unpacked + other.unpacked,
         (one.unfused[0] + other.unfused[0], one.unfused[1] + other.unfused[1]),
+        one.remade + other.remade,
+        one.gradients + other.gradients,
     )
 
 

@@ -20,7 +20,7 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.constants import DEFAULT_MEMORY
-from trainyard.planner.launches import kernel_seconds
+from trainyard.planner.launches import queued
 from trainyard.planner.layout import Layout, Precision
 from trainyard.planner.memory import Memory, workspace_bytes
 from trainyard.planner.muon import TF32_SHARE
@@ -159,9 +159,15 @@ class _Traced(Operators):
     def one_pass(self, trace: Trace, messages: _Messages) -> Pass:
         """A micro-batch's share of the step; what is sent once a step stays whole (`Layout.gathers_once`)."""
         count = self.layout.num_micro_batches
-        seconds = {phase: self.phase_seconds(trace, phase) / count for phase in ("forward", "backward", "recompute")}
+        forward = self.phase_seconds(trace, "forward")
+        # What is computed again lies between what is differentiated.
+        phases = ("backward", "recompute")
+        launches = [trace["work"]["kernels"][phase] for phase in phases]
+        backward, again = queued([self._on_gpu(trace, phase) for phase in phases], launches, self.constants)
         return Pass(
-            **seconds,
+            forward=forward / count,
+            backward=backward / count,
+            recompute=again / count,
             tensor=messages.tensor * self.constants.tensor_exposed_torch / count,
             expert=messages.expert * self.constants.expert_exposed * self.constants.imbalance / count,
             context=messages.context / count,
@@ -170,6 +176,9 @@ class _Traced(Operators):
 
     def phase_seconds(self, trace: Trace, phase: str) -> float:
         """A whole step's: the GPU's own work, or the host's launching where that takes longer."""
+        return queued([self._on_gpu(trace, phase)], [trace["work"]["kernels"][phase]], self.constants)[0]
+
+    def _on_gpu(self, trace: Trace, phase: str) -> float:
         work = trace["work"]
         on_gpu: float = sum(
             self._product_seconds(each) * each["count"] for each in work["products"] if each["phase"] == phase
@@ -177,8 +186,7 @@ class _Traced(Operators):
         on_gpu += sum(
             self._attention_seconds(each) * each["count"] for each in work["attention"] if each["phase"] == phase
         )
-        on_gpu += work["moved_bytes"][phase] / self.bytes_per_second
-        return max(on_gpu, float(work["kernels"][phase]) * kernel_seconds(self.constants))
+        return on_gpu + float(work["moved_bytes"][phase]) / self.bytes_per_second
 
     def _product_seconds(self, each: Mapping[str, Any]) -> float:
         precision = PEAK_PRECISIONS.get(each["dtype"])

@@ -8,9 +8,9 @@ of this.
 
 from dataclasses import dataclass
 
-from trainyard.planner.layout import Layout
+from trainyard.planner.layout import Layout, is_grid
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.trainer_layers import TrainerLayers
+from trainyard.planner.trainer_layers import LOSS_PART_TOKENS, TrainerLayers
 
 NORM_BYTES = {
     "rms": (36.0, 92.0),
@@ -54,11 +54,54 @@ LOGIT_BYTES, HEAD_SUM_BYTES = 46.0, 10.0
 """Of a logit of a loss that is made part by part in the head (`losses/head.py` of the trainer): widened, its softmax,
 its gradient, narrowed. And of a weight of the head for each part, whose gradient is added to the others'."""
 
-SHARDED_BYTES = (4.8, 10.8)
-"""Of a weight that FSDP gathers: copied out of the buffer of all, and its gradient into one of fp32."""
+WHOLE_LOGIT_BYTES, WIDE_LOGIT_BYTES = (18.0, 26.0), (12.0, 20.0)
+"""Of a logit where all are there: widened, its softmax, that one's gradient, narrowed; and of those of fp32."""
 
-CAST_BYTES = (6.0, 18.0)
-"""Of an fp32 weight under autocast: cast, and its gradient cast and summed."""
+LOGIT_PART_BYTES = 22.0
+"""More in the backward pass where these are too many for one softmax: made once more, and put together."""
+
+SCALED_LOGIT_BYTES = {"plain": (0.0, 0.0), "scaled": (4.0, 4.0), "capped": (12.0, 14.0)}
+"""`ModelShape.logits` -> of a logit of 16 bits before the loss."""
+
+COPY_PASSES, EXPERT_PASSES = (7.0, 16.0), (5.0, 13.0)
+"""Reads and writes of a token's copy for each expert: put in order, weighed, put back, added up; and of an element of
+an expert's width: the activation function and the product with the other half, beside its products."""
+
+PLAIN_EXPERT_PASSES = (2.0, 3.0)
+"""The same of experts that are not gated."""
+
+WIDE_COPY_PASSES = (5.0, 15.0)
+"""More of copies that are weighed in fp32."""
+
+READ_COPY_PASSES = (5.0, 8.0)
+"""More of copies of a hidden state of fp32, cast for the experts' products."""
+
+EXCHANGED_PASSES = (12.0, 7.0)
+"""More of copies that go to other ranks: into the order of ranks, into that of experts, and home again."""
+
+TOKEN_PASSES = (1.0, 4.0)
+"""Of the hidden state itself: the sum over experts, and that of both gradients of what router and experts read."""
+
+WHOLE_KEY_PASSES, REPEATED_KEY_PASSES, OWN_PASSES = (6.0, 8.0), (2.0, 8.25), (6.0, 3.0)
+"""Under context parallelism, of an element of all ranks' keys (and values): put in order; of these once they are
+repeated for every query head, with the gradients of the pieces that queries see of them; and of an own query's."""
+
+SUMMED_KEY_PASSES = 2.0
+"""More backward, of both, where they are repeated."""
+
+GATHERED_WEIGHT_BYTES, OWN_WEIGHT_BYTES = 4.0, 6.0
+"""Of a weight that FSDP gathers in 16 bits: copied out of the buffer of all; and of a rank's own, narrowed for it."""
+
+WIDE_WEIGHT_BYTES, SENT_GRADIENT_BYTES = 8.0, (6.0, 8.0)
+"""Of one that it gathers in fp32; and of its gradient, put into a buffer of fp32, by either width."""
+
+COPIED_WEIGHT_BYTES, UNCUT_WEIGHT_BYTES = 4.0, (10.0, 32.0)
+"""Of a weight that FSDP has whole, of one rank, beside other axes: copied where it is frozen; else narrowed and copied,
+backward again, and its gradient put into a buffer, divided, and copied out."""
+
+CAST_BYTES, SUMMED_GRADIENT_BYTES = 6.0, 12.0
+"""Of an fp32 weight under autocast: cast, and its gradient, too. And of a gradient of fp32 that is added to others:
+those of earlier micro-batches, or what DDP's buckets hold."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +128,31 @@ class Unfused:
             forward, backward = (
                 moved + each * scores for moved, each in zip((forward, backward), self._score_bytes(), strict=True)
             )
+        if self.layout.context > 1 and self._is_ours:
+            forward, backward = (
+                moved + more for moved, more in zip((forward, backward), self._of_context(), strict=True)
+            )
         # Gradients of the inputs of queries, keys and values are summed.
         backward += RESIDUAL_BYTES * self._hidden * (0 if shape.fused_qkv else 2)
         return self._with_ends(forward, backward)
+
+    def _of_context(self) -> tuple[float, float]:
+        """What comes from other ranks, put in order and repeated (`strategies/context_parallel.py` of the trainer)."""
+        shape, layout = self.shape, self.layout
+        own = layout.tokens_per_micro_batch / layout.tensor
+        repeated = (shape.query_dim + shape.heads * shape.rope_dim + shape.value_dim) / 2 * own * layout.context
+        keys = repeated if shape.kv_lora_rank else shape.kv_dim * own * layout.context
+        found = [
+            2
+            * (
+                WHOLE_KEY_PASSES[way] * keys
+                + REPEATED_KEY_PASSES[way] * repeated
+                + OWN_PASSES[way] * shape.query_dim * own
+            )
+            for way in (0, 1)
+        ]
+        sums = SUMMED_KEY_PASSES * 2 * (keys + repeated) if keys < repeated else 0.0
+        return found[0], found[1] + sums
 
     def block(self, width: float) -> tuple[float, float]:
         """Norm, activation function and residual of a feed-forward block."""
@@ -111,17 +176,64 @@ class Unfused:
             sums = HEAD_SUM_BYTES * num_chunks * shape.vocab * shape.hidden / layout.tensor
         return LOGIT_BYTES * num_logits + sums
 
+    def whole_loss(self, num_logits: float) -> tuple[float, float]:
+        """Of so many logits that are all there at once."""
+        layout = self.layout
+        is_wide = layout.element_bytes >= 4
+        forward, backward = WIDE_LOGIT_BYTES if is_wide else WHOLE_LOGIT_BYTES
+        scaled = SCALED_LOGIT_BYTES[self.shape.logits]
+        in_parts = LOGIT_PART_BYTES * (not is_wide and layout.tokens_per_micro_batch > LOSS_PART_TOKENS)
+        more = [each * layout.element_bytes / 2 for each in scaled]
+        return (forward + more[0]) * num_logits, (backward + in_parts + more[1]) * num_logits
+
+    def routed(self, copies: float) -> tuple[float, float]:
+        """Around a layer's routed experts, of so many copies of tokens, with its norm and residual."""
+        shape, layout, layers = self.shape, self.layout, self._layers
+        of_copies = [COPY_PASSES, *([EXCHANGED_PASSES] if layout.expert_split > 1 else [])]
+        if layers.weighed_element > layers.element:
+            of_copies.append(WIDE_COPY_PASSES)
+        if layers.residual_element > layers.element:
+            of_copies.append(READ_COPY_PASSES)
+        width = shape.latent or shape.hidden
+        inner = EXPERT_PASSES if shape.gated_mlp else PLAIN_EXPERT_PASSES
+        moved = [
+            layout.element_bytes
+            * (
+                copies * (width * sum(part[way] for part in of_copies) + shape.moe_ffn * inner[way])
+                + self._hidden * TOKEN_PASSES[way]
+            )
+            for way in (0, 1)
+        ]
+        if shape.shared_ffn:  # whose block has the norm and the residual
+            return moved[0], moved[1]
+        norms = self._norms(shape.norms_per_layer / (1 if shape.parallel_residual else 2))
+        around = RESIDUAL_BYTES * self._hidden * layout.element_bytes / 2
+        wide = layout.element_bytes / 2
+        return moved[0] + wide * norms[0] + around, moved[1] + wide * norms[1] + around
+
     def weights(self, count: float) -> tuple[float, float]:
         """So many weights of a rank's layer, gathered or cast for each pass."""
-        layout = self.layout
+        layout, is_wide = self.layout, self.layout.element_bytes >= 4
+        is_trained = layout.method == "full"
+        earlier = 1 - 1 / layout.num_micro_batches
         if layout.zero_stage == 3 and layout.shard_degree > 1 and layout.engine == "torch":
-            each = SHARDED_BYTES
-        elif self._layers.is_autocast and layout.method == "full":
-            each = CAST_BYTES
-        else:  # frozen weights are narrow already
+            ranks = layout.shard_degree
+            gathered = WIDE_WEIGHT_BYTES if is_wide else GATHERED_WEIGHT_BYTES + OWN_WEIGHT_BYTES / ranks
+            sent = SENT_GRADIENT_BYTES[is_wide] + earlier * SUMMED_GRADIENT_BYTES / ranks
+            return gathered * count, (gathered * (not layout.keeps_gathered) + is_trained * sent) * count
+        if layout.engine != "torch" or not (is_trained or is_grid(layout)):  # frozen weights are narrow already
             return 0.0, 0.0
-        # Frozen weights have no gradients.
-        return each[0] * count, (each[1] if layout.method == "full" else each[0]) * count
+        if is_grid(layout) and not is_trained:
+            return COPIED_WEIGHT_BYTES * count, COPIED_WEIGHT_BYTES * count
+        if is_grid(layout):
+            return UNCUT_WEIGHT_BYTES[0] * count, UNCUT_WEIGHT_BYTES[1] * count
+        cast = CAST_BYTES * self._layers.is_autocast
+        summed = SUMMED_GRADIENT_BYTES * (1.0 if layout.data_parallel > 1 else earlier)
+        return cast * count, (cast + summed) * count
+
+    def embedding_gradient(self, weights: float) -> float:
+        """Of so many of a rank's rows: it is as large as they are, and is added to the head's where both are one."""
+        return self._layers.residual_element * (1 + 3 * self.shape.tied_embeddings) * weights
 
     @property
     def _layers(self) -> TrainerLayers:
@@ -155,7 +267,8 @@ class Unfused:
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
     def _norms(self, number: float) -> tuple[float, float]:
-        each = NORM_BYTES[self._layers.norm if self._is_ours else self.shape.norm]
+        ours = self._layers.inner_norm if self.shape.norms_after else self._layers.norm
+        each = NORM_BYTES[ours if self._is_ours else self.shape.norm]
         more = AUTOCAST_BYTES if self._casts_between_layers else (0.0, 0.0)
         elements = number * self._hidden
         return (each[0] + more[0]) * elements, (each[1] + more[1]) * elements

@@ -193,6 +193,8 @@ def _product(name: str, args: Sequence[Any], result: Any, phase: str) -> Product
         sizes = _convolution(first, weight, made, times=1 + is_backward)
     else:
         return None
+    if sizes[-1] == 1:
+        return None  # a column times a row: bound by memory
     return Product(phase, first.dim() != 3 or name == "_grouped_mm", _word(first), *sizes)
 
 

@@ -1,0 +1,221 @@
+"""How many kernels the host launches for a layer and a head of our own trainer, (forward, backward).
+
+A GPU's queue lets the host run ahead: a pass takes what all its kernels do, or what launching them does, whichever is
+longer. The counts are by reading transformers' code as the trainer runs it, and are held against traces
+(`tests/trainer/test_traced_launches.py`); what depends on values, like the documents of a sequence, isn't counted.
+"""
+
+from dataclasses import dataclass, replace
+
+from trainyard.planner.adapters import MLP_INPUTS, MLP_OUTPUTS
+from trainyard.planner.layout import Layout, is_grid
+from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import Stage
+from trainyard.planner.trainer_layers import DELTA_CHUNK, LOSS_PART_TOKENS, TrainerLayers
+from trainyard.planner.weight_tensors import weight_tensors
+
+Kernels = tuple[float, float]
+"""Of a forward and of a backward pass."""
+
+NORM: dict[str, Kernels] = {"layer_fp32": (5, 4), "layer_written_out": (14, 20), "rms_wide": (8, 16), "rms": (8, 16)}
+"""`TrainerLayers.norm` -> kernels of one; of others one each."""
+
+CORE: Kernels = (2, 3)
+"""Attention's kernel, the residual's sum; backward a copy of what the kernel reads."""
+
+WRITTEN_OUT: Kernels = (8, 8)
+"""More where scores are written out: scaled, masked, their softmax, in two types, and two products."""
+
+ROTATION: Kernels = (10, 15)
+"""Queries and keys: twice multiplied, cut, negated, put together, added."""
+
+GATED: Kernels = (3, 6)
+"""Residual, activation function, product with the other half; backward the function once more."""
+
+UNGATED: Kernels = (2, 2)
+"""Residual and activation function."""
+
+ROUTED: Kernels = (22, 26)
+"""Router, its softmax and choice, the order of rows by experts, what weighs and adds them up; and two grouped
+products."""
+
+CHOSEN_OF_GROUPS: Kernels = (14, 8)
+"""More of routers that choose among groups of experts, by sigmoids and a bias."""
+
+EXCHANGED: Kernels = (26, 9)
+"""More of experts on other ranks: counts, places, rows put in order twice."""
+
+CAST_WEIGHT: Kernels = (2, 3)
+"""Of a product under autocast: its weight, and its input; backward their gradients."""
+
+UNPACKED, ADAPTED, GATHERED = 9, (4.0, 5.0), (4, 4)
+"""Of a four-bit weight, in either pass; of an adapter beside a product; of what tensor ranks gather, a layer."""
+
+OF_CONTEXT, OF_CONTEXT_RANK = (9, 11), 2
+"""Of a layer whose keys and values come from other ranks: put in order, repeated, attended to in two pieces; and more
+for each of these ranks, backward."""
+
+OF_UNIT: Kernels = (2, 3)
+"""Of what FSDP gathers at once."""
+
+OF_UNCUT: Kernels = (2, 3)
+"""Of each weight that it has whole, of one rank, beside other axes: narrowed, and copied. Frozen ones are copied."""
+
+EMBEDDED: Kernels = (14, 3)
+"""Of a micro-batch's ends beside the loss: positions, their angles, the embedding, the last norm."""
+
+LOSS, CHUNK, WHOLE = (11.0, 3.0), 33.0, (16.0, 6.0)
+"""Of a loss made in the head, once and for each chunk; and of whole logits."""
+
+LATENT, LATENT_OF_BOTH = (11, 14), (17, 29)
+"""Of latent attention, beside its products and norms: rotations of a part, cut off and put together again; where
+queries come through a latent, too, which is DeepSeek-V3's code."""
+
+
+def total(*parts: Kernels) -> Kernels:
+    """Their sum."""
+    return sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+
+def times(number: float, kernels: Kernels) -> Kernels:
+    """So many of them."""
+    return number * kernels[0], number * kernels[1]
+
+
+@dataclass(frozen=True)
+class LayerLaunches:
+    """Of one micro-batch."""
+
+    shape: ModelShape
+    layout: Layout
+
+    def stage(self, stage: Stage) -> tuple[float, float, float]:
+        """Forward, backward and computed again, of all that a pipeline's rank has."""
+        shape, share = self.shape, stage.layers / self.shape.layers
+        attention, dense, routed = self.attention(), self._block(shape.ffn), self._routed()
+        delta = total(attention, times(9 * self.layout.sequence_length / DELTA_CHUNK, (1, 1)))
+        layers = total(
+            times(shape.num_attentions, attention),
+            times(shape.delta_layers + shape.mamba_layers, delta),
+            times(shape.num_mlps, dense),
+            times(shape.moe_layers, routed),
+        )
+        forward, backward = total(times(share, layers), self._weights(stage), self._ends(stage))
+        again = share * self._again(layers[0])
+        return forward, backward, again
+
+    def attention(self) -> Kernels:
+        """Norms, projections, rotation, attention itself and the residual."""
+        shape, layout = self.shape, self.layout
+        into = 1 if shape.fused_qkv else 3
+        if shape.kv_lora_rank:
+            into = 4 if shape.q_lora_rank else 3
+        parts = [CORE, self._norms(shape.norms_per_layer / (1 if shape.parallel_residual else 2))]
+        parts.append(self._products(into + 1, into, (1 if shape.fused_qkv else 3) * shape.qkv_bias + shape.output_bias))
+        if shape.kv_lora_rank:
+            parts.append(LATENT_OF_BOTH if shape.q_lora_rank else LATENT)
+            parts.append(times(1 + (shape.q_lora_rank > 0), NORM.get(self._layers.inner_norm, (1, 1))))
+        elif not (shape.learned_positions or shape.alibi):
+            parts.append(ROTATION)
+        if shape.qk_norm_per_head or shape.qk_norm_whole:
+            parts.append(times(2, NORM.get(self._layers.inner_norm, (1, 1))))
+        if not layout.flash_attention:
+            parts.append(WRITTEN_OUT)
+        if layout.context > 1:
+            parts.append(total(OF_CONTEXT, (0, OF_CONTEXT_RANK * layout.context)))
+        if layout.tensor > 1:
+            parts.append(GATHERED)
+        parts.append(self._adapters(is_of_block=False))
+        return total(*parts)
+
+    def _block(self, width: int) -> Kernels:
+        """A feed-forward block with its norms."""
+        if not width:
+            return 0.0, 0.0
+        norms = self._norms(0 if self.shape.parallel_residual else self.shape.norms_per_layer / 2)
+        return total(norms, self._mlp())
+
+    def _mlp(self) -> Kernels:
+        shape, into = self.shape, 1 + self.shape.gated_mlp
+        function = GATED if shape.gated_mlp else total(UNGATED, times(3 * (shape.activation_tensors > 1), (1, 2)))
+        return total(
+            function, self._products(into + 1, into, (into + 1) * shape.mlp_bias), self._adapters(is_of_block=True)
+        )
+
+    def _routed(self) -> Kernels:
+        """Router, experts and the shared one, with their norms."""
+        shape = self.shape
+        if not shape.moe_layers:
+            return 0.0, 0.0
+        parts = [self._norms(shape.norms_per_layer / 2), ROUTED]
+        if shape.wide_router and (shape.q_lora_rank or not shape.kv_lora_rank):
+            parts.append(CHOSEN_OF_GROUPS)
+        if self.layout.expert_split > 1:
+            parts.append(EXCHANGED)
+        if shape.shared_ffn:
+            parts += [self._mlp(), times(shape.shared_gate, (2, 4))]
+        if self._layers.is_autocast and not self._layers.is_frozen:
+            parts.append((12, 20))
+        return total(*parts)
+
+    def _norms(self, number: float) -> Kernels:
+        # After a block they read what a product gives.
+        kind = self._layers.inner_norm if self.shape.norms_after else self._layers.norm
+        return times(number, NORM.get(kind, (1, 1)))
+
+    def _products(self, number: float, into: float, biases: float) -> Kernels:
+        """So many, `into` of them of one input, whose gradients are added up."""
+        backward = (1 if self._layers.is_frozen else 2) * number + into - 1
+        found = number, backward + (0 if self._layers.is_frozen else biases)
+        if self._layers.is_autocast and not self._layers.is_frozen:
+            found = total(found, times(number, CAST_WEIGHT))
+        if self.layout.method == "qlora":
+            found = total(found, times(number, (UNPACKED, UNPACKED)))
+        return found
+
+    def _adapters(self, *, is_of_block: bool) -> Kernels:
+        if not self._layers.is_frozen:
+            return 0.0, 0.0
+        names = MLP_INPUTS | MLP_OUTPUTS
+        number = sum((name in names and name != "c_proj") == is_of_block for name in self.layout.lora_targets)
+        casts = times(2 * self._layers.is_autocast, (1, 2))
+        return times(number, total(ADAPTED, casts))
+
+    def _weights(self, stage: Stage) -> Kernels:
+        """What is gathered, and gradients that are added to those of earlier micro-batches, or to DDP's buckets."""
+        layout = self.layout
+        if layout.zero_stage == 3 and layout.shard_degree > 1:
+            units = 1 if layout.gathers_once else layout.num_micro_batches
+            return times((stage.layers + 1) * units / layout.num_micro_batches, OF_UNIT)
+        if is_grid(layout):
+            all_of_them = weight_tensors(self.shape, replace(layout, method="full"), stage).count
+            return times(all_of_them, (1, 1) if self._layers.is_frozen else OF_UNCUT)
+        adds = 1 if layout.data_parallel > 1 else 1 - 1 / layout.num_micro_batches
+        return 0.0, adds * weight_tensors(self.shape, layout, stage).count
+
+    def _ends(self, stage: Stage) -> Kernels:
+        parts = [EMBEDDED] if stage.embedding else [(6.0, 2.0)]
+        if stage.head:
+            if self._layers.loss_is_in_head:
+                chunk = min(float(self.layout.loss_chunk_tokens or 1), self._layers.tokens)
+                parts.append(total(LOSS, times(self._layers.tokens / chunk, (CHUNK, 0.0))))
+            else:
+                parts.append(times(max(1.0, self._layers.tokens / LOSS_PART_TOKENS), WHOLE))
+        return total(*parts)
+
+    def _again(self, forward: float) -> float:
+        """Of so many kernels of all layers."""
+        shape, layers = self.shape, self.shape.layers
+        if self.layout.recompute == "none":
+            return 0.0
+        if self.layout.recompute == "full":
+            return forward - 2.0 * layers
+        # Products are kept, and attention; experts' are made again.
+        products = shape.num_attentions * (1 if shape.fused_qkv else 3) + layers * (1 + 1)
+        products += shape.num_mlps * (1 + shape.gated_mlp)
+        unpacked = UNPACKED * products if self.layout.method == "qlora" else 0.0
+        return forward - products - layers - unpacked
+
+    @property
+    def _layers(self) -> TrainerLayers:
+        return TrainerLayers(self.shape, self.layout)
