@@ -342,6 +342,8 @@ class _Rank(Operators):
         small, large = constants.launch_seconds, constants.launch_moe_seconds * self.moe_era
         if self.layout.graphs_step:
             small = large = 0.0
+        if self.layout.library == "trainyard":  # no host waits for the numbers of tokens
+            large = small
         attention, dense = self._attention(), self._mlp(shape.ffn)
         if shape.cross_attention:
             attention = _sum(attention, attention)
@@ -558,14 +560,14 @@ class _Rank(Operators):
 
     def _routed(self) -> _Work:
         """Router, routed experts and the shared one; each rank has its share of experts and of tokens."""
-        if self._is_queued:
+        if self.layout.library == "trainyard":
             return self._trainer_routed()
         shape, layout, constants = self.shape, self.layout, self.constants
         inputs = 2 if shape.gated_mlp else 1
         hidden = shape.latent or shape.hidden
         copies = self.tokens * shape.experts_per_token / layout.tensor * self._fullest()
-        # Our own trainer's tensor ranks divide whole experts; elsewhere each may hold a slice of every one.
-        local = max(1.0, shape.experts / (layout.expert_split if layout.library == "trainyard" else layout.expert))
+        # Each tensor rank may hold a slice of every one.
+        local = max(1.0, shape.experts / layout.expert)
         products = self.product(copies, inputs * shape.moe_ffn, hidden, local)
         products += self.product(copies, hidden, shape.moe_ffn, local)
         products += self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
@@ -597,16 +599,16 @@ class _Rank(Operators):
         products = sum(self.product(copies, *size, local) for size in sizes)
         gradients = sum(self.gradients(copies, *size, local, frozen=frozen) for size in sizes)
         router = self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
-        shared, moved = self._mlp(shape.shared_ffn), Unfused(shape, layout).routed(copies)
+        shared = self._mlp(shape.shared_ffn)
+        moved = [each / self.bytes_per_second for each in Unfused(shape, layout).routed(copies)]
+        if not self._is_queued:  # compiled: what puts copies in order moves as much
+            return _Work(products + router + shared.products, 0.0, moved[0] + shared.elementwise)
         return _Work(
             products + router + shared.products,
             0.0,
             shared.elementwise,
             unpacked=self._unpacked(shape.experts / split * (inputs + 1) * shape.moe_ffn * hidden) + shared.unpacked,
-            unfused=(
-                moved[0] / self.bytes_per_second + shared.unfused[0],
-                moved[1] / self.bytes_per_second + shared.unfused[1],
-            ),
+            unfused=(moved[0] + shared.unfused[0], moved[1] + shared.unfused[1]),
             remade=0.0 if shape.batches_experts else products,
             gradients=gradients + self._as_long(router) + shared.gradients,
         )
