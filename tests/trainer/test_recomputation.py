@@ -117,6 +117,12 @@ IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "through a view": lambda rows, weight: (rows @ weight).view(-1).mul_(2.0).view_as(rows).sin() @ weight,
     "twice": lambda rows, weight: (rows @ weight).add_(1.0).mul_(2.0).sin() @ weight,
     "of two dimensions": lambda rows, weight: (rows[0, 0] @ weight).add_(weight[0]).sin() @ weight,
+    "of many at once": lambda rows, weight: (
+        torch._foreach_mul_([rows @ weight, rows.detach() @ weight], 2.0)[0].sin() @ weight
+    ),
+    "of many by name": lambda rows, weight: (
+        torch.ops.aten._foreach_add_.Scalar(self=(kept := [rows @ weight]), scalar=1.0) or kept[0].sin() @ weight
+    ),
     "into what is given": lambda rows, weight: (
         torch.mul(kept := rows.detach() @ weight.detach(), 2.0, out=kept).sin() @ weight
     ),

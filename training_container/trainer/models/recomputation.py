@@ -85,7 +85,8 @@ class Keeping(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
             given = dict(named) | (kwargs or {})
-            changed = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+            # Of the operations for many tensors at once it is a list of them.
+            changed = tree_leaves([given.get(each.name) for each in func._schema.arguments if each.is_write])
             self._copy_kept({_memory_of(one) for one in changed if isinstance(one, torch.Tensor)})
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
