@@ -274,6 +274,13 @@ def test_what_goes_wrong_in_a_batch_is_alike_under_every_layout(is_spike: bool, 
     }
 
 
+def test_no_number_is_on_a_rank_that_tells_its_loss(ddp: Drawn) -> None:
+    """The first of its tensor group: another's would reach the gradients alone, which fp16 takes for an overflow."""
+    job = WholeJob(replace(ddp, seed=7), {}, "stop", 3, (), {})
+    layout = Layout({"data_shard": 2, "tensor": 2}, 1, "none")
+    assert [fault["rank"] for fault in job.ends(layout)] == [2]
+
+
 def test_data_are_in_the_bucket_while_a_job_is_played(ddp: Drawn, tmp_path: Path) -> None:
     (tmp_path / "text" / "below").mkdir(parents=True)
     (tmp_path / "text" / "below" / "a.txt").write_text("a text")

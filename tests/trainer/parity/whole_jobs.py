@@ -91,12 +91,14 @@ class WholeJob:
         return ", ".join(found)
 
     def poison(self, layout: Layout, batch: int | None) -> list[dict[str, Any]]:
-        """What makes a batch go wrong: of a pipeline's ranks not all have a loss."""
+        """What makes a batch go wrong: of a pipeline's ranks not all have a loss, and of a tensor group one tells it,
+        without whom fp16 would take the others' gradients for an overflow."""
         if batch is None:
             return []
         world_size = layout.spec.world_size
         is_everywhere = self.is_spike or layout.spec.pipeline > 1
-        ranks = range(world_size) if is_everywhere else [self.drawn.seed % world_size]
+        one = self.drawn.seed % world_size
+        ranks = range(world_size) if is_everywhere else [one - one % layout.spec.tensor]
         fault = {"kind": "poison", "step": 0, "first_sequence": batch * self.drawn.training["global_batch_size"]}
         return [{"rank": rank} | fault | ({"factor": SPIKE} if self.is_spike else {}) for rank in ranks]
 
