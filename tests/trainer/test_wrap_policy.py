@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 from torch import nn
+from trainer.models.build import outline_model, transformer_blocks
 from trainer.strategies.fsdp import unit_bounds
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
-from trainer_testing.tiny import VOCAB_SIZE
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from trainyard.errors import InputError
 from trainyard.spec.base import parse
@@ -79,3 +80,19 @@ def test_units_by_size() -> None:
 def test_it_is_not_deepspeeds() -> None:
     with pytest.raises(InputError, match="fsdp belongs to engine: torch"):
         parse(ParallelismSpec, {"engine": "deepspeed", "zero_stage": 3, "fsdp": {"prefetch_units": 1}}, "job")
+
+
+def test_embeddings_that_the_head_has_too_are_no_unit_of_their_own() -> None:
+    """RoBERTa names them beside its layers."""
+    own = {
+        "is_decoder": True,
+        "tie_word_embeddings": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    job = {"model": MODEL | {"model_type": "roberta"} | own, "document_masks": False}
+    model = outline_model(tiny_job("single", 1, **job), vocab_size=VOCAB_SIZE)
+    assert [type(block).__name__ for block in transformer_blocks(model)] == ["RobertaLayer"] * 5
+    (one,) = run(1, [RunRequest("single", last_step=2, job=job)])
+    (two,) = run(2, [RunRequest("fsdp", last_step=2, job=job)])
+    assert worst_relative_error(two, one) < 1e-5

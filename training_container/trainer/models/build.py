@@ -1,5 +1,6 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -163,12 +164,24 @@ def _check_sizes(job: ResolvedJob, model: PreTrainedModel) -> None:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, in order: FSDP's units. By the model's own `_no_split_modules`, else its longest list."""
+    """The repeated blocks, in order: FSDP's units. By the model's own `_no_split_modules`, else its longest list.
+
+    BERT's kin name their embeddings there as well. Where the head has these, too, they are no unit: FSDP takes weights
+    of one alone.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    uses = _uses(model)
+    blocks = [
+        module for module in model.modules() if type(module).__name__ in names and _uses(module).items() <= uses.items()
+    ]
     if blocks:
         ids = {id(block) for block in blocks}
         # Of blocks inside blocks (ConvNeXt's layers in its stages) the inner ones: they are what repeats.
         return [block for block in blocks if sum(id(module) in ids for module in block.modules()) == 1]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """How many of a module's parts have each of its weights."""
+    return Counter(weight for part in module.modules() for weight in part.parameters(recurse=False))
