@@ -13,11 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.checkpoint.manifest import step_folder
 from trainer.checkpoint.reading import left_moments, mismatch, moment_kinds
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of, muon_groups
-from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, _dealt, _tf32_products, orthogonalized
+from trainer.optimizers.matrix import (
+    MUON_RMS,
+    Adafactor,
+    Muon,
+    _dealt,
+    _tf32_products,
+    orthogonalized,
+)
 from trainer.optimizers.momentum import Momentum
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
@@ -127,6 +138,21 @@ def test_muon_deals_out_what_is_alike(num_replicas: int, expected: list[list[int
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     dealt = _dealt(parameters, num_replicas, are_kernels=False)
     assert [[places[id(each)] for each in alike] for alike in dealt] == expected
+
+
+@pytest.mark.parametrize("rows", [[_StridedShard(0, split_factor=2), Shard(0)], [Shard(0), Shard(1)]])
+def test_muon_deals_out_what_two_axes_cut(rows: list[Placement]) -> None:
+    """Whether FSDP cuts rows of what tensor parallelism has cut in rows, or in columns: no rank makes all of them."""
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        part = torch.empty((2, 4) if rows[1] == Shard(0) else (4, 2))
+        whole = {"shape": torch.Size((8, 4)), "stride": (4, 1)}
+        cut = [DTensor.from_local(part, mesh, rows, run_check=False, **whole) for _ in range(5)]
+        dealt = _dealt(cut, 1, are_kernels=False)
+    finally:
+        dist.destroy_process_group()
+    assert [len(alike) for alike in dealt] == [4, 1]
 
 
 def test_what_replicas_send_each_other_lies_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def muon_sending_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> fl
 def muon_flops(shape: ModelShape, layout: Layout) -> float:
     """Of the products that one update takes the rank that has most of them."""
     flops: float = sum(orthogonal_flops(*expert) * number for expert, number in _experts(shape, layout))
-    for (matrix, is_cut_in_rows), number in _matrices(shape, layout).items():
-        flops += math.ceil(number / _sharing_ranks(layout, is_cut_in_rows=is_cut_in_rows)) * orthogonal_flops(*matrix)
+    for (matrix, _), number in _matrices(shape, layout).items():
+        flops += math.ceil(number / _sharing_ranks(layout)) * orthogonal_flops(*matrix)
     return flops
 
 
@@ -74,8 +74,8 @@ def orthogonal_launches(shape: ModelShape, layout: Layout, tensors: WeightTensor
     """Kernels of an update, `tensors` being what a rank trains."""
     is_cut = layout.zero_stage == 3 and layout.shard_degree > 1
     matrices, stacks, found = _matrices(shape, layout), 2 * math.ceil(shape.moe_layers / layout.pipeline), 0.0
-    for (_, is_cut_in_rows), number in matrices.items():
-        dealt = math.ceil(number / _sharing_ranks(layout, is_cut_in_rows=is_cut_in_rows))
+    for number in matrices.values():
+        dealt = math.ceil(number / _sharing_ranks(layout))
         found += dealt * (STACK_LAUNCHES if is_cut else ORTHOGONAL_LAUNCHES) + (OWN_LAUNCHES + is_cut) * number
     found += stacks * (ORTHOGONAL_LAUNCHES + OWN_LAUNCHES)
     return found + ADAMW_LAUNCHES * max(0.0, tensors.count - sum(matrices.values()) - stacks)
@@ -87,15 +87,14 @@ def orthogonal_flops(rows: int, columns: int) -> float:
     return STEPS * (4.0 * narrow**2 * wide + 2.0 * narrow**3)
 
 
-def _sharing_ranks(layout: Layout, *, is_cut_in_rows: bool) -> int:
-    """All that have a part of it, or all of it. FSDP's rows of what tensor parallelism has cut in rows lie in strides:
-    these matrices every rank makes orthogonal whole."""
-    is_strided = layout.zero_stage == 3 and layout.shard_degree > 1 and layout.tensor > 1 and is_cut_in_rows
-    return 1 if is_strided else layout.tensor * layout.data_parallel * layout.context
+def _sharing_ranks(layout: Layout) -> int:
+    """All that have a part of a matrix, or all of it."""
+    return layout.tensor * layout.data_parallel * layout.context
 
 
 def _matrices(shape: ModelShape, layout: Layout) -> Counter[tuple[Matrix, bool]]:
-    """((rows, columns), whether tensor parallelism cuts its rows) -> how many of them a rank's layers have."""
+    """((rows, columns), whether tensor parallelism cuts its rows) -> how many of them a rank's layers have. Those that
+    are cut in one way are dealt out together."""
     found: Counter[tuple[Matrix, bool]] = Counter()
     share, is_split = layout.pipeline, layout.tensor > 1
     for rows, columns, is_cut_in_rows in _of_attention(shape):

@@ -11,10 +11,12 @@ layouts' rounding differs by percents.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -43,19 +45,27 @@ def own_part(update: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole `update`, cut as `like` is; nothing is sent."""
     if not isinstance(like, DTensor):
         return update
-    coordinates = like.device_mesh.get_coordinate()
+    mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
     assert coordinates is not None
-    cuts = list(zip(like.placements, coordinates, like.device_mesh.shape, strict=True))
-    # FSDP cuts what tensor parallelism has cut: a rank's rows follow each other, and no copy is made of them.
-    plain = [cut for cut in cuts if isinstance(cut[0], Shard) and not isinstance(cut[0], _StridedShard)]
-    strided = [cut for cut in cuts if isinstance(cut[0], _StridedShard)]
-    for placement, place, size in plain + strided:
-        dim = placement.dim % update.ndim  # type: ignore[attr-defined]  # both kinds have one
-        piece = -(-update.size(dim) // size)
-        begin = min(place * piece, update.size(dim))
-        update = update.narrow(dim, begin, min(piece, update.size(dim) - begin))
+    for axis, dim in _cuts(like):  # a rank's rows follow each other, and no copy is made of them
+        begin, end = _share(update.size(dim), mesh.size(axis), coordinates[axis])
+        update = update.narrow(dim, begin, end - begin)
     assert update.shape == like.to_local().shape, f"{like.placements} gives {like.to_local().shape}, not {update.shape}"
     return update
+
+
+def _cuts(like: DTensor) -> list[tuple[int, int]]:
+    """The axes of its mesh that cut a tensor, each with the dimension along which, one after the other: FSDP cuts what
+    tensor parallelism has cut, whichever axis comes first."""
+    shards = [(axis, place) for axis, place in enumerate(like.placements) if isinstance(place, Shard | _StridedShard)]
+    shards.sort(key=lambda shard: isinstance(shard[1], _StridedShard))
+    return [(axis, place.dim % like.ndim) for axis, place in shards]
+
+
+def _share(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Where a rank's share begins and ends, of what is cut as torch's chunks are."""
+    piece = -(-length // num_ranks)
+    return min(rank * piece, length), min((rank + 1) * piece, length)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,19 +244,17 @@ class Muon(torch.optim.Optimizer):
         """The same of matrices of one shape, no more than there are ranks: each rank makes one orthogonal, whole, and
         gets its parts of the others'. To every rank each of them would be as many times the work, and the bytes."""
         like = parameters[0]
-        places = _plain_cut(like)
-        assert places is not None
-        cut = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in places]
-        spread = [Shard(0) for _ in like.placements]
-        shape = torch.Size((len(parameters), *like.shape))
         for parameter in parameters:
             self._take_gradient(parameter)
-        stack = torch.stack([self._direction(parameter) for parameter in parameters])
-        mine = _of_shape(stack, cut, like, shape).redistribute(placements=spread).to_local()
-        del stack
-        for matrix in mine:
+        part = torch.stack([self._direction(parameter) for parameter in parameters])
+        moves = _moves_to_whole(like, len(parameters))
+        for move in moves:
+            part = move.forth(part)
+        for matrix in part:
             matrix.copy_(_scaled_update(matrix, are_kernels=False))
-        return local(_of_shape(mine, spread, like, shape).redistribute(placements=cut)).unbind()
+        for move in reversed(moves):
+            part = move.back(part)
+        return part.unbind()
 
     def _adamw_update(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         assert parameter.grad is not None
@@ -288,7 +296,7 @@ def _dealt(parameters: Sequence[torch.Tensor], num_replicas: int, *, are_kernels
     open_ones: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):
-            ranks = parameter.device_mesh.size() if not are_kernels and _plain_cut(parameter) else 1
+            ranks = parameter.device_mesh.size() if not are_kernels and _is_cut(parameter) else 1
             how: Any = (parameter.placements, parameter.device_mesh)
         else:
             ranks, how = num_replicas, None
@@ -302,22 +310,66 @@ def _dealt(parameters: Sequence[torch.Tensor], num_replicas: int, *, are_kernels
     return found
 
 
-def _plain_cut(parameter: DTensor) -> list[Placement] | None:
-    """How a matrix is cut, if a stack of such can be dealt out from that: by axes that cut another dimension each.
-
-    An axis of one rank cuts nothing. Where FSDP cuts the rows that tensor parallelism has cut, these lie in strides.
-    """
-    sizes = parameter.device_mesh.shape
-    cut = [Replicate() if size == 1 else place for place, size in zip(parameter.placements, sizes, strict=True)]
-    dims = [place.dim for place in cut if isinstance(place, Shard)]
-    is_plain = all(isinstance(place, Shard | Replicate) for place in cut) and len(dims) == len(set(dims)) > 0
-    return cut if parameter.ndim == _MATRIX_DIMS and is_plain else None
+def _is_cut(parameter: DTensor) -> bool:
+    """Whether it is a matrix of which ranks have parts; an axis of one rank cuts nothing."""
+    cuts = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return parameter.ndim == _MATRIX_DIMS and any(size > 1 and not place.is_replicate() for place, size in cuts)
 
 
-def _of_shape(part: torch.Tensor, placements: Sequence[Placement], like: DTensor, shape: torch.Size) -> DTensor:
-    """A tensor of that shape on the mesh of `like`, of which this rank has `part`; nothing is sent."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+@dataclass(frozen=True)
+class _Move:
+    """Along one axis of a mesh: from a part of every matrix of a stack to all of some, or of what the rank has of them
+    by the other axes."""
+
+    mesh: DeviceMesh
+    axis: int
+    dim: int | None
+    """Of a matrix, along which the axis cuts it; None: each of its ranks has all."""
+    shape: torch.Size
+    """Of the stack, with what all ranks of the axis have together."""
+
+    def forth(self, part: torch.Tensor) -> torch.Tensor:
+        """From parts of all matrices."""
+        return self._moved(part, self._parts, Shard(0))
+
+    def back(self, some: torch.Tensor) -> torch.Tensor:
+        """To them."""
+        return self._moved(some, Shard(0), self._parts)
+
+    @property
+    def _parts(self) -> Placement:
+        return Replicate() if self.dim is None else Shard(1 + self.dim)
+
+    def _moved(self, tensor: torch.Tensor, before: Placement, after: Placement) -> torch.Tensor:
+        """Ranks that differ in other axes have other parts, which this one does not look at."""
+        if not self.shape[0]:
+            return tensor
+        sources: list[Placement] = [Replicate()] * self.mesh.ndim
+        targets: list[Placement] = [Replicate()] * self.mesh.ndim
+        sources[self.axis], targets[self.axis] = before, after
+        stride = torch.empty(self.shape, device="meta").stride()
+        whole = DTensor.from_local(tensor, self.mesh, sources, run_check=False, shape=self.shape, stride=stride)
+        return whole.redistribute(placements=targets).to_local()
+
+
+def _moves_to_whole(like: DTensor, number: int) -> list[_Move]:
+    """What takes this rank's parts of so many matrices to some of them whole: along axes that cut nothing first, so
+    that each replica sends a share, and then the last that cut them first."""
+    mesh, coordinates = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinates is not None
+    shape = torch.Size(like.shape)
+    cuts: list[tuple[int, int | None, torch.Size]] = []
+    for axis, dim in _cuts(like):
+        cuts.append((axis, dim, shape))
+        begin, end = _share(shape[dim], mesh.size(axis), coordinates[axis])
+        shape = torch.Size((*shape[:dim], end - begin, *shape[dim + 1 :]))
+    cuts += [(axis, None, shape) for axis, place in enumerate(like.placements) if place.is_replicate()]
+    moves = []
+    for axis, cut_dim, together in reversed(cuts):
+        moves.append(_Move(mesh, axis, cut_dim, torch.Size((number, *together))))
+        begin, end = _share(number, mesh.size(axis), coordinates[axis])
+        number = end - begin
+    return moves
 
 
 def _of_whole_matrices(parameter: DTensor, *, are_kernels: bool) -> list[Placement]:
