@@ -94,6 +94,9 @@ class _Step:
         self._passes = stage.layers * stage.in_flight
         self._is_replicated = _is_uncut(layout)
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
+        # Frozen weights that no rank shares are read where they are.
+        self._gathers_frozen = layout.method == "full" or layout.shard_degree > 1
+        self._gathered_root = self._root * self._gathers_frozen
         self._units = self._taken_apart()
 
     def _taken_apart(self) -> Units:
@@ -115,8 +118,8 @@ class _Step:
         return Units(
             num_layers=stage.layers,
             num_routed=self._routed_layers,
-            dense=self._layer + adapters,
-            routed=self._rest + adapters + (0.0 if self._layers.is_spread else self._experts),
+            dense=self._layer * self._gathers_frozen + adapters,
+            routed=(self._rest + (0.0 if self._layers.is_spread else self._experts)) * self._gathers_frozen + adapters,
             ends=ends,
             num_ahead=layout.units_ahead,
             keeps_gathered=layout.keeps_gathered,
@@ -212,7 +215,7 @@ class _Step:
         """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
         number = self._stage.layers - 1
         first = self._units.arriving(number) if number >= 0 else 0.0
-        return Moment(self._layers.input_bytes, 0.0, self._weights(first) + self._root * self._layers.element)
+        return Moment(self._layers.input_bytes, 0.0, self._weights(first) + self._gathered_root * self._layers.element)
 
     def _in_forward(self) -> Iterator[Moment]:
         """Of adapters, whose backward pass makes next to no gradients: a unit that is put together beside what the one
@@ -406,7 +409,7 @@ class _Step:
         gradients = self._own_gradients(self._units.num_reduced(number))
         is_trained = self._layout.method == "full"
         made = (layers.head_weight * self._stage.head + self._units.made_above(number)) * is_trained
-        units = (self._root + self._units.in_backward(number) + made) * element
+        units = (self._gathered_root + self._units.in_backward(number) + made) * element
         before = self._units.above(number) * max(4, element) * is_trained
         whole = layers.whole_routed_bytes - layers.shared_bytes
         left = whole - layers.experts_bytes
@@ -573,12 +576,15 @@ class _Step:
         if not self._is_sharded:
             return 0.0
         if layout.pipeline > 1:
-            # Gathered once for all micro-batches; of one rank they are copied, too.
+            # Gathered once for all micro-batches; of one rank they are copied, too, but what is frozen.
             whole = self._root * layers.element + (self._params - self._root) * layers.weight_element
             if not is_trained:
-                return whole + self._adapters(self._stage.layers, has_head=self._stage.head) * layers.element
+                return (
+                    whole * self._gathers_frozen
+                    + self._adapters(self._stage.layers, has_head=self._stage.head) * layers.element
+                )
             return whole + self._params * max(4, layers.element) * (not self._is_first_back)
-        return self._root * layers.element + gathered * layers.weight_element
+        return self._gathered_root * layers.element + gathered * layers.weight_element
 
     def _adapters(self, num_layers: int, *, has_head: bool) -> float:
         split = self._layout.tensor

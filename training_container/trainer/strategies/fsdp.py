@@ -95,6 +95,7 @@ def shard_weights(
     of_blocks = dataclasses.replace(policy, cast_forward_inputs=False) if keeps_wide else policy
     units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
     placements = {weight: placement_of(weight, mesh.size(-1)) for weight in root.parameters()}
+    left = _left_as_they_are(root, mesh, policy)
     for unit in units:
         shard(
             unit,
@@ -102,8 +103,9 @@ def shard_weights(
             mp_policy=of_blocks,
             reshard_after_forward=is_dropped,
             shard_placement_fn=placements.get,
+            ignored_params=left,
         )
-    shard(root, mesh=mesh, mp_policy=policy)
+    shard(root, mesh=mesh, mp_policy=policy, ignored_params=left)
     for block in blocks:
         _keep_positions(block)
     _prefetch([unit[0] for unit in units], settings.prefetch_units)
@@ -116,6 +118,19 @@ def shard_weights(
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def _left_as_they_are(root: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Frozen weights that FSDP would do nothing for, but to copy them: those that no rank shares, in the type that is
+    computed in. A stage's copies would stay through all of its micro-batches, beside what they are copies of."""
+    if mesh.size(-1) > 1:
+        return set()
+    return {
+        weight
+        for weight in root.parameters()
+        if not weight.requires_grad
+        and (policy.param_dtype in (None, weight.dtype) or not weight.dtype.is_floating_point)
+    }
 
 
 def _keep_positions(block: nn.Module) -> None:
