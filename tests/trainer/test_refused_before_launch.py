@@ -18,7 +18,13 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.image_shards import CONVNEXT, RESNET, VIT, image_job
 from trainer_testing.llava import CLIP_LLAMA, LANGUAGE, SIGLIP_QWEN, TOWER, vlm_job
 from trainer_testing.tiny import tiny_job
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.pytorch_utils import Conv1D
 
 from trainyard import planner
@@ -28,6 +34,7 @@ from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS, POSITION_NAMES
 from trainyard.spec.obstacles import MEASURES
+from trainyard.spec.support import NO_RECOMPUTATION
 
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
@@ -71,6 +78,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a BERT that sees ahead": (
         job_of(BERT, FSDP, data={"document_masks": False}),
         "of this bert see those that they are to predict, which it would learn to copy: set is_decoder: true",
+    ),
+    "a family that can't compute again": (
+        job_of(LLAMA | {"model_type": "jetmoe"}, FSDP, training={"activation_checkpointing": "selective"}),
+        "training.activation_checkpointing: selective: transformers' jetmoe can't compute its blocks again",
     ),
     "a Llama that is told to": (
         job_of(LLAMA | {"is_causal": False}, FSDP),
@@ -332,6 +343,14 @@ def test_types_and_layers_are_those_of_transformers() -> None:
         modules = model.named_modules()
         linear = {name.rpartition(".")[2] for name, module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
         assert linear <= LINEAR_LAYERS[model_type], "an adapter of a layer that the model has would be refused"
+
+
+def test_families_that_cannot_compute_again_are_those_that_transformers_says() -> None:
+    """Fails when one of them learns to: then it can leave `NO_RECOMPUTATION`."""
+    known = AutoModelForCausalLM._model_mapping
+    classes = {name: known[CONFIG_MAPPING[name]] for name in CAUSAL_LM_TYPES if name in CONFIG_MAPPING}
+    cannot = {name for name, one in classes.items() if not one.supports_gradient_checkpointing}
+    assert cannot == NO_RECOMPUTATION
 
 
 def test_names_of_positions_are_those_of_transformers() -> None:

@@ -16,6 +16,7 @@ from trainyard.spec.model_types import CAUSAL_LM_TYPES, HEADS, LINEAR_LAYERS
 from trainyard.spec.support import (
     ATTENTION_LAYERS,
     DOCUMENT_FAMILIES,
+    NO_RECOMPUTATION,
     ROUTER_BIAS_FAMILIES,
     ROUTER_FAMILIES,
     ModelFacts,
@@ -102,6 +103,11 @@ def layout_obstacles(
     if job.task == "causal_lm":
         yield from _product_obstacles(job, layout, model, num_micro_batches=num_micro_batches, recompute=recompute)
         yield from _attention_obstacles(job, micro_batch_size)
+    if recompute != "none" and model.model_type in NO_RECOMPUTATION:
+        yield (
+            f"training.activation_checkpointing: {recompute}: transformers' {model.model_type} can't compute its blocks"
+            " again; set it to none"
+        )
     num_tokens = micro_batch_size * job.data.sequence_length // layout.context
     if job.training.precision == "fp8" and num_tokens % FP8_MULTIPLE:
         yield (

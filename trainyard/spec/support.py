@@ -71,6 +71,11 @@ A model that does not would silently read across documents (state-space, convolu
 text on whatever the mask says), so only those that were tried are let in:
 `tests/trainer/test_packing.py` compares each with its documents run one by one."""
 
+NO_RECOMPUTATION = frozenset(
+    {"cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "reformer", "xlm", "xlnet"}
+)
+"""Model types whose classes in transformers (5.23) can't compute their blocks again."""
+
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """config.layer_types that look through a mask."""
 
