@@ -83,6 +83,28 @@ _SPACE_FACTOR = 1.05
 class Checkpointer:
     """Saves and loads one job's checkpoints. Every rank has one; all ranks call each method in the same order."""
 
+    last_committed_step: int | None = None
+    """Step of the newest checkpoint that this object committed or loaded."""
+    last_save_seconds: float | None = None
+    """From the call of save() to the commit, of the last save that was committed."""
+    blocked_seconds = 0.0
+    """How long the last save() kept the caller, waiting for the save before it included."""
+    backpressure_seconds = 0.0
+    """The part of blocked_seconds that was spent waiting for the save before."""
+    num_failed_saves = 0
+    """Saves that were skipped or not committed."""
+    last_error: str | None = None
+    """Why the last save was not committed; None after a good one."""
+
+    _claim: Claim | None = None
+    _own_process_group: dist.ProcessGroup | None = None
+    _is_run_named = False
+    _from_tier: LocalCheckpoint | None = None
+    """What latest() found there, until it is loaded."""
+    _met_a_full_disk = False
+    """A save of this attempt did, on some rank: of a quota, or of a file system's last inode, no free space tells,
+    and most likely the next save would meet it, too."""
+
     def __init__(
         self,
         destination: str,
@@ -117,18 +139,9 @@ class Checkpointer:
         self._report = report
         self._delays = retry_delays_seconds
         self._patience_seconds = patience_seconds
-        self._claim: Claim | None = None
-        self._own_process_group: dist.ProcessGroup | None = None
-        if world_size > 1:
-            process_group = process_group or dist.group.WORLD
-            self._own_process_group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD, group_desc=PATIENT)
-        self._group = Group(process_group, rank, world_size)
-        self._behind = Group(self._own_process_group, rank, world_size)
+        self._join_groups(process_group, rank, world_size)
         self._plan = SharedPlan(self._group)
         self._host_copy = HostCopy()
-        self._is_run_named = False
-        self._from_tier: LocalCheckpoint | None = None
-        """What latest() found there, until it is loaded."""
         self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
@@ -136,37 +149,33 @@ class Checkpointer:
         """Of what a save sends beside the checkpoint."""
         self._worker = Behind("checkpoint")
         self._bad_steps: set[int] = set()
-        self._delivery = Delivery(
+        self._delivery = self._new_delivery(Retention(keep_last, keep_every_steps, keep_best))
+        tier = None if local_tier is None else self._tier_at(local_tier, peer_copy=peer_copy)
+        # With one alone, it goes as soon as the next is committed: that must be good, not only there.
+        self._saver = self._new_saver(tier, reads_back=keep_last == 1)
+        self._figures: dict[str, float] = {}
+        self.failed_steps: set[int] = set()
+        """Of saves that were skipped or not committed, where the step was not saved again."""
+
+    def _join_groups(self, process_group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
+        if world_size > 1:
+            process_group = process_group or dist.group.WORLD
+            self._own_process_group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD, group_desc=PATIENT)
+        self._group = Group(process_group, rank, world_size)
+        self._behind = Group(self._own_process_group, rank, world_size)
+
+    def _new_delivery(self, retention: Retention) -> Delivery:
+        return Delivery(
             self._destination,
-            retention=Retention(keep_last, keep_every_steps, keep_best),
+            retention=retention,
             retry=self._retry,
-            report=report,
+            report=self._report,
             staging=self._staging,
             bad_steps=self._bad_steps,
         )
-        tier = None
-        if local_tier is not None:
-            tier = LocalTier(local_tier, self._destination.uri, group=self._group, peer_copy=peer_copy, report=report)
-        # With one alone, it goes as soon as the next is committed: that must be good, not only there.
-        self._saver = self._new_saver(tier, reads_back=keep_last == 1)
-        self.last_committed_step: int | None = None
-        """Step of the newest checkpoint that this object committed or loaded."""
-        self.last_save_seconds: float | None = None
-        """From the call of save() to the commit, of the last save that was committed."""
-        self.blocked_seconds = 0.0
-        """How long the last save() kept the caller, waiting for the save before it included."""
-        self.backpressure_seconds = 0.0
-        """The part of blocked_seconds that was spent waiting for the save before."""
-        self._figures: dict[str, float] = {}
-        self._met_a_full_disk = False
-        """A save of this attempt did, on some rank: of a quota, or of a file system's last inode, no free space tells,
-        and most likely the next save would meet it, too."""
-        self.num_failed_saves = 0
-        """Saves that were skipped or not committed."""
-        self.failed_steps: set[int] = set()
-        """Of these saves, where the step was not saved again."""
-        self.last_error: str | None = None
-        """Why the last save was not committed; None after a good one."""
+
+    def _tier_at(self, folder: Path, *, peer_copy: bool) -> LocalTier:
+        return LocalTier(folder, self._destination.uri, group=self._group, peer_copy=peer_copy, report=self._report)
 
     def _new_saver(self, tier: LocalTier | None, *, reads_back: bool) -> Saver:
         return Saver(

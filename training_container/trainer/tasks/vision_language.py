@@ -268,6 +268,7 @@ class VisionLanguage(Task):
         image = ImageTokens(config.image_token_id, num_image_tokens(config), mark)
 
         def table(sources: Sequence[DataSource], field: str, is_training: bool) -> SampleTable:
+            """Of the sources of a field, `data.train` or `data.validation`, which are read alike."""
             return VisionLanguageTable(
                 sources,
                 cache_dir=cache_dir,
