@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.models.attention import attach
 from trainer.models.build import build_model
 from trainer.tasks.causal_lm import CausalLM
-from trainer_testing.families import FAMILIES, OWN_SIZES
+from trainer_testing.families import FAMILIES, OWN_SIZES, TINY
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, TinyBatch, tiny_job
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,15 +122,6 @@ def test_positions_labels_and_counts_of_packed_documents(lengths: list[int]) -> 
             is_first = place == 0 or owned[place - 1] != owner
             assert positions[place] == (0 if is_first else positions[place - 1] + 1)
             assert (labels[place] == IGNORED_LABEL) == (is_first and place > 0)
-
-
-TINY: dict[str, Any] = FAMILIES["Llama"] | {
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "head_dim": 8, "sliding_window": 16},
-    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": 0},
-}
-"""Means something to every model type."""
 
 
 @pytest.mark.full

@@ -3,9 +3,9 @@
     scripts/parity_campaign --seeds 40 --json results.json
 
 The table of `parity.table` holds what somebody thought of. A seed here (`draws`) is a job of what language models are
-mostly trained with (no NVMe): a family with sizes of its own, full or with an adapter, an
-optimizer, a schedule, packed or not, a router's auxiliary loss; and two layouts of it, of any degrees, micro-batch,
-recomputation, unit sizes and chunks of the loss, some with compiled blocks. What must hold of each:
+mostly trained with (no NVMe): a family with sizes of its own, full or with an adapter, an optimizer, a schedule, packed
+or not, a router's auxiliary loss; and two layouts of it, of any degrees, micro-batch, recomputation, unit sizes and
+chunks of the loss, some with compiled blocks. Some are of families that no table names (`others`). What must hold:
 
 - under the first layout losses, gradient norms, the validation loss and the last weights are those of one process;
 - what is saved there at a random step and resumed by new processes of the same layout goes on bit for bit;
@@ -49,6 +49,7 @@ from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from benchmarks.machine import describe
 from parity.draws import Drawn, Layout, draw
+from parity.others import draw_other, is_of_others
 from parity.pictures import DrawnPictures, draw_pictures, is_of_pictures, whole_pictures
 from parity.table import TOLERANCES
 from parity.whole_jobs import run_whole, whole_job
@@ -222,7 +223,8 @@ def table(rows: Sequence[Played]) -> str:
 def play_seed(seed: int) -> Played:
     """The seed's runs, in a folder that goes with them."""
     with tempfile.TemporaryDirectory(prefix="parity-campaign-") as folder:
-        return play(draw_pictures(seed) if is_of_pictures(seed) else draw(seed), Path(folder))
+        drawn = draw_pictures if is_of_pictures(seed) else draw_other if is_of_others(seed) else draw
+        return play(drawn(seed), Path(folder))
 
 
 def words(row: Played) -> str:

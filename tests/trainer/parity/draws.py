@@ -200,7 +200,7 @@ def draw(seed: int) -> Drawn:
     is_noisy = family in FAMILIES and rng.random() < 0.12
     if is_noisy:
         model, tuned = draw_noise(rng, model, tuned)
-    training = _training(rng, model, tuned)
+    training = draw_training(rng, model, tuned)
     job = Drawn(
         *(seed, family, model, tuned, training),
         is_packed=model["model_type"] in DOCUMENT_FAMILIES and rng.random() < 0.35,
@@ -210,17 +210,22 @@ def draw(seed: int) -> Drawn:
         is_noisy=is_noisy,
         growth_steps=rng.choice((1, 2, None)) if training["precision"] == "fp16" else None,
         micro_batch_size=rng.choice((1, 2, 4)) if model.get("output_router_logits") else None,
-        base=_base(rng) if tuned is not None or rng.random() < 0.25 else None,
+        base=draw_base(rng) if tuned is not None or rng.random() < 0.25 else None,
         attention=rng.choice(("auto", "auto", "auto", "eager")),
     )
+    return with_layouts(rng, job)
+
+
+def with_layouts(rng: random.Random, job: Drawn) -> Drawn:
+    """The job under two layouts that it can have."""
     refused: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        _save_configuration(model, Path(folder))
+        _save_configuration(job.model, Path(folder))
         first = _supported(rng, job, Path(folder), refused)
         second = _supported(rng, job, Path(folder), refused)
         first, second = (_perhaps_compiled(rng, job, layout, Path(folder)) for layout in (first, second))
         drawn = replace(job, first=first, second=second, refused=refused)
-        return _perhaps_narrow(random.Random(f"in 8 bits {seed}"), drawn, Path(folder))
+        return _perhaps_narrow(random.Random(f"in 8 bits {job.seed}"), drawn, Path(folder))
 
 
 def _perhaps_narrow(rng: random.Random, job: Drawn, source: Path) -> Drawn:
@@ -237,7 +242,8 @@ def _perhaps_narrow(rng: random.Random, job: Drawn, source: Path) -> Drawn:
     return replace(narrow, training=short, first=first, second=second)
 
 
-def _base(rng: random.Random) -> BaseFiles:
+def draw_base(rng: random.Random) -> BaseFiles:
+    """How the files of a model lie."""
     return BaseFiles(rng.choice(("float32", "float32", "bfloat16")), rng.choice(("5GB", "20KB")))
 
 
@@ -282,7 +288,8 @@ def refusal(job: Drawn, layout: Layout, source: Path) -> str | None:
     return None
 
 
-def _training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] | None) -> dict[str, Any]:
+def draw_training(rng: random.Random, model: dict[str, Any], tuned: dict[str, Any] | None) -> dict[str, Any]:
+    """The job's training section, but for what is a layout's."""
     is_quantized = tuned is not None and tuned["kind"] == "qlora"
     precision = rng.choices(("fp64", "fp32", "bf16", "fp16"), (50, 30, 12, 8))[0]
     if is_quantized and precision == "fp64":

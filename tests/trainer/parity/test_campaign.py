@@ -21,6 +21,7 @@ from trainer_testing.families import FAMILIES
 from parity import campaign
 from parity.campaign import Played, play, table
 from parity.draws import CHUNKS, OPTIMIZERS, Drawn, Layout, draw
+from parity.others import draw_other, is_of_others
 from parity.pictures import draw_pictures, is_of_pictures, whole_pictures
 from parity.whole_jobs import (
     SPIKE,
@@ -109,6 +110,14 @@ def test_what_is_not_compared_is_what_is_rounded_or_noisy(drawn: list[Drawn]) ->
         assert (one.proof == "bits") == (not one.is_exact)
         assert one.proof in ("bits", one.precision) or one.model["model_type"].startswith("deepseek")
     assert Counter(one.is_exact for one in drawn)[True] > 60
+
+
+def test_families_that_no_table_names_have_every_layout_of_data() -> None:
+    found = [draw_other(seed) for seed in range(1, 31)]
+    kinds = {re.split(r"\d", layout.strategy)[0] for one in found for layout in (one.first, one.second)}
+    assert {"single", "ddp", "fsdp", "hsdp", "zero"} == kinds
+    assert len({one.family for one in found}) > 15 and not {one.family for one in found} & set(FAMILIES)
+    assert 0 < sum(is_of_others(seed) for seed in SEEDS) < len(SEEDS) / 4
 
 
 def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
@@ -448,6 +457,7 @@ def test_a_run_that_fails_is_a_problem_and_the_next_seed_is_played(ddp: Drawn, m
     monkeypatch.setattr(campaign, "run", failing)
     monkeypatch.setattr(campaign, "draw", lambda seed: replace(ddp, seed=seed))
     monkeypatch.setattr(campaign, "is_of_pictures", lambda _: False)
+    monkeypatch.setattr(campaign, "is_of_others", lambda _: False)
     said: list[Played] = []
     played = seeds.campaign([1, 2], campaign.play_seed, minutes=None, say=said.append)
     assert [row.problems for row in played] == [["rank 1 exited 1: out of tune"]] * 2

@@ -91,6 +91,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 """What tiny models of a type need beside a Llama's sizes; the others have enough of these."""
 
+TINY: dict[str, Any] = FAMILIES["Llama"] | {
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "head_dim": 8, "sliding_window": 16},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": 0},
+}
+"""Means something to every model type."""
+
 ATTENTION_LINEARS: dict[str, tuple[str, ...]] = {
     "GPT-2": ("c_attn",),
     "GPT-2, tied": ("c_attn",),
