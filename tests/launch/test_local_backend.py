@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launch_testing import job_content
+from launch_testing import LOCAL_JOB_ID, job_content, record_without_tenant
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.kept_room import keep_room
 from trainyard.launch import launch_here, local_backend, local_supervisor, watch
-from trainyard.launch.launcher import new_record
 from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.local_supervisor import failure_reason
 from trainyard.launch.record import FolderRecordStore, JobRecord
@@ -168,18 +167,7 @@ def saving_at(spec: JobSpec, destination: str, **more: str) -> JobSpec:
 
 
 def recorded(job: JobSpec, resolved: ResolvedJob, destination: str) -> JobRecord:
-    return new_record(
-        job,
-        resolved.model_copy(update={"spec": saving_at(resolved.spec, destination)}),
-        job_id="local-tiny-20260131120000-1a2b",
-        backend="local",
-        environment=None,
-        plan={},
-        image=None,
-        channels=(),
-        forced=(),
-        launched_by="",
-    )
+    return record_without_tenant(job, resolved.model_copy(update={"spec": saving_at(resolved.spec, destination)}))
 
 
 def test_a_job_that_is_resumed_from_another_folder_finds_its_checkpoints(
@@ -222,7 +210,7 @@ def test_a_record_of_before_whose_place_is_no_place_here_is_not_begun_anew(
 
 def test_a_job_whose_folder_was_moved_is_not_begun_anew(job: JobSpec, resolved: ResolvedJob, tmp_path: Path) -> None:
     """With the checkout that it was launched from, most often: its record has the place where they were."""
-    before, now, job_id = tmp_path / "before", tmp_path / "now", "local-tiny-20260131120000-1a2b"
+    before, now, job_id = tmp_path / "before", tmp_path / "now", LOCAL_JOB_ID
     record = recorded(job, resolved, str(before / job_id))
     (before / job_id / "checkpoints").mkdir(parents=True)
     LocalBackend(before).check(record.with_next_attempt())

@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_testing import job_content
+from launch_testing import LOCAL_JOB_ID as JOB_ID
+from launch_testing import job_content, record_without_tenant
 
 from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.launch.checkpoints import has_any
-from trainyard.launch.launcher import new_record, with_destination
+from trainyard.launch.launcher import with_destination
 from trainyard.launch.moved import moved_to, refused_resume
 from trainyard.launch.place import local_place
 from trainyard.launch.record import FolderRecordStore, JobRecord
+from trainyard.operate.course import newest_rows
+from trainyard.operate.runbooks.evidence import gather
 from trainyard.spec.backends import BackendName
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
 
-JOB_ID = "local-tiny-20260131120000-1a2b"
 COMPUTE: dict[BackendName, dict[str, Any]] = {
     "local": {"backend": "local"},
     "slurm": {"backend": "slurm", "instance_type": "p5.48xlarge", "max_hours": 2},
@@ -30,18 +32,8 @@ COMPUTE: dict[BackendName, dict[str, Any]] = {
 def record_at(backend: BackendName, destination: Path, compute: dict[str, Any]) -> JobRecord:
     content = job_content() | {"tenant": None, "parallelism": "auto", "compute": COMPUTE[backend] | compute}
     job = parse(JobSpec, content, "job")
-    return new_record(
-        job,
-        with_destination(job, str(destination), world_size=1 if backend == "local" else None),
-        job_id=JOB_ID,
-        backend=backend,
-        environment=None,
-        plan={},
-        image=None,
-        channels=(),
-        forced=(),
-        launched_by="",
-    )
+    resolved = with_destination(job, str(destination), world_size=1 if backend == "local" else None)
+    return record_without_tenant(job, resolved, backend)
 
 
 def saved(folder: Path) -> None:
@@ -160,3 +152,49 @@ def test_a_slurm_jobs_record_of_before_has_its_place_in_the_jobs_own_folder(
     (seen,) = json.loads(capsys.readouterr().out)
     assert seen["uri"] == f"{tmp_path}/jobs/{JOB_ID}/kept/here/checkpoints/step-00000005/"
     assert refused_resume(record.with_next_attempt(), tmp_path / "jobs") == []
+
+
+def test_what_it_measured_is_seen_where_its_folder_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`status` told of no goodput, `compare`, `report` and the runbooks of no figures."""
+    before, now = tmp_path / "before/jobs", tmp_path / "now/jobs"
+    FolderRecordStore(before).create(record_at("local", before / JOB_ID, {}))
+    saved(before / JOB_ID)
+    rows = [{"start": {"attempt": 1, "at": 0.0}}, {"totals": {"steps": 5, "useful_seconds": 7.5, "save_seconds": 0}}]
+    (before / JOB_ID / "goodput.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (before / JOB_ID / "metrics.jsonl").write_text('{"step": 5, "loss": 2.5, "step_seconds": 1.5, "tokens": 9}\n')
+    (tmp_path / "before").rename(tmp_path / "now")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "now"))
+    assert run(["status", JOB_ID, "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["goodput"]["useful_seconds"] == 7.5 and seen["checkpoint_destination"] == str(now / JOB_ID)
+    assert run(["compare", JOB_ID, "--json"]) == 0
+    (step,) = [line for line in json.loads(capsys.readouterr().out)["lines"] if line["name"] == "step"]
+    assert step["measured"] == 1.5
+    assert run(["report", JOB_ID, "--out", "-"]) == 0
+    page = capsys.readouterr().out
+    assert "5 of 20" in page and str(now / JOB_ID) in page
+    place = local_place()
+    record = place.store.read(JOB_ID).record
+    assert record.checkpoint_destination == str(before / JOB_ID), "who only looks writes nothing of it"
+    assert [row["loss"] for row in newest_rows(place, record)] == [2.5]
+    found = gather(place, JOB_ID, [], tmp_path / "kept")
+    assert [one.step for one in found.checkpoints] == [5]
+
+
+def test_of_a_copied_folder_nothing_is_removed_at_the_first_ones_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, copy = tmp_path / "first/jobs" / JOB_ID, tmp_path / "a copy/jobs" / JOB_ID
+    FolderRecordStore(first.parent).create(record_at("local", first, {}))
+    saved(first)
+    shutil.copytree(tmp_path / "first", tmp_path / "a copy")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "a copy"))
+    for options in ([], ["--yes"], ["--keep-last", "1", "--yes"]):
+        assert run(["checkpoints", "prune", JOB_ID, *options]) == 2
+        told = capsys.readouterr().err
+        assert f"{JOB_ID}: its checkpoints are in {first} by its record, and there are some in {copy} too" in told
+        assert f"trainyard checkpoints prune '{copy}' --keep-last N" in told
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "first"))
+    assert run(["checkpoints", "prune", JOB_ID]) == 1 and "not one of 1 checkpoints is whole" in capsys.readouterr().err

@@ -23,9 +23,9 @@ def named(job: str) -> Claimant:
     return claimant_of({"TRAINYARD_JOB_ID": job})
 
 
-def hold(folder: Path, environment: dict[str, str], ready: Any) -> None:
+def hold(folder: Path, environment: dict[str, str], output: Path | None, ready: Any) -> None:
     """A process that saves to `folder` until it is killed."""
-    kept = Claim(folder, claimant=claimant_of(environment), report=print)
+    kept = Claim(folder, claimant=claimant_of(environment, output), report=print)
     if os.fork() == 0:  # what it has forked, a reader of data say, keeps nothing
         signal.pause()
     ready.set()
@@ -34,9 +34,9 @@ def hold(folder: Path, environment: dict[str, str], ready: Any) -> None:
 
 
 @contextmanager
-def holder(folder: Path, environment: dict[str, str]) -> Iterator[multiprocessing.Process]:
+def holder(folder: Path, environment: dict[str, str], output: Path | None = None) -> Iterator[multiprocessing.Process]:
     ready = multiprocessing.get_context("fork").Event()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder, environment, ready))
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder, environment, output, ready))
     process.start()
     assert ready.wait(60)
     forked = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -67,6 +67,25 @@ def test_a_start_of_the_same_job_waits_and_is_never_lost(tmp_path: Path) -> None
         Claim(tmp_path, claimant=named("acme-a-1"), report=said.append, own_seconds=0.3, other_seconds=0).close()
     line = said[-1]
     assert "acme-a-1 on " in line and line.endswith("has not let go of it; this start goes on")
+
+
+def test_a_copy_of_the_job_is_no_start_of_it(tmp_path: Path) -> None:
+    """With a stated destination both have one place and one name; the second went on beside the first."""
+    environment, names = {"TRAINYARD_JOB_ID": "acme-a-1"}, ("a", "copy", "\udcff\nlong" + 1000 * "/x")
+    outputs = [tmp_path / name for name in names]
+    for first in outputs:
+        with holder(tmp_path / "saved", environment, first):
+            for output in outputs:
+                claimant = claimant_of(environment, output)
+                if output == first:  # whose machine was lost, say
+                    Claim(tmp_path / "saved", claimant=claimant, report=print, own_seconds=0.2).close()
+                    continue
+                with pytest.raises(JobFailedError, match=r"with its output in \S+ saves there, and two jobs would"):
+                    Claim(tmp_path / "saved", claimant=claimant, report=print, own_seconds=0.2)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert claimant_of(environment, tmp_path / "link") == claimant_of(environment, tmp_path / "a")
+    with holder(tmp_path / "saved", environment):  # an earlier trainer's start
+        Claim(tmp_path / "saved", claimant=claimant_of(environment, outputs[0]), report=print, own_seconds=0.2).close()
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

@@ -91,7 +91,7 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         process_group=runtime.control_group,
         patience_seconds=60 * job.spec.recovery.start_minutes,
     )
-    checkpointer.claim(claimant_of(os.environ), was_there=saved_to(output_dir) == checkpointer.uri)
+    checkpointer.claim(claimant_of(os.environ, output_dir), was_there=saved_to(output_dir) == checkpointer.uri)
     return checkpointer
 
 

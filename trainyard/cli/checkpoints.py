@@ -1,6 +1,7 @@
 """`checkpoints list|show|verify|prune|copy`: what a job has saved."""
 
 import re
+import shlex
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,6 +16,7 @@ from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, JobFaile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainyard.launch.moved import Copied
     from trainyard.launch.place import Place
     from trainyard.launch.record import JobRecord
     from trainyard.spec.retention import Retention
@@ -190,6 +192,11 @@ def prune(
     asked = _asked_rules(keep_last, keep_every_steps, keep_best)
     with console(stderr=True).status("pruning"):
         where = destination_of(job, environment, tenant)
+        if where.copied is not None:
+            raise InputError(
+                f"{job}: {where.copied}, and whose are to go is not known; name a folder in the job's place: trainyard"
+                f" checkpoints prune {shlex.quote(str(where.copied.here))} --keep-last N"
+            )
         rules = asked or where.rules
         if rules is None:
             raise InputError(f"{job}: a folder knows no job's rules; give --keep-last N")
@@ -272,6 +279,8 @@ class Where(NamedTuple):
     """Which of them the job keeps; None for a folder."""
     beside: tuple[str, ...] = ()
     """Where its tokenizer and its model's files lie in S3."""
+    copied: "Copied | None" = None
+    """Of a job whose folder was copied: `destination` is the first one's."""
 
 
 def destination_of(job: str, environment: str, tenant: str | None) -> Where:
@@ -297,19 +306,11 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
     record = place.store.read(job_id).record
-    destination, rules = saved_at(record, place), record.spec.checkpoint.retention
+    destination, copied = place.located(record).checkpoint_destination, place.copied(record)
     if destination.startswith("s3://") and place.s3 is None and tenant is not None:  # of a job of this machine
         place = _tenants_place(tenant, environment, destination)
-    return Where(destination, place.s3, place.variables, rules, beside_of(record))
-
-
-def saved_at(record: "JobRecord", place: "Place") -> str:
-    """Where the job's checkpoints are now: its folder may have been moved since."""
-    from trainyard.launch.moved import moved_to
-    from trainyard.launch.record import FolderRecordStore
-
-    moved = moved_to(record, place.store.folder) if isinstance(place.store, FolderRecordStore) else None
-    return record.checkpoint_destination if moved is None else str(moved)
+    rules = record.spec.checkpoint.retention
+    return Where(destination, place.s3, place.variables, rules, beside_of(record), copied)
 
 
 def _is_folder(path: Path) -> bool:

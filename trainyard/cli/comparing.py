@@ -33,7 +33,7 @@ def compare(
 
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
-        found = compare_job(place.store.read(job_id).record, place.s3)
+        found = compare_job(place.located(place.store.read(job_id).record), place.s3)
     if as_json:
         print_json(found.document())
         return

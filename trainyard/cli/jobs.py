@@ -238,7 +238,6 @@ def status(
 
     Example: trainyard status acme-stdlib-llama-20260131120000-1a2b
     """
-    from trainyard.cli.checkpoints import saved_at
     from trainyard.launch import watch
     from trainyard.launch.checkpoints import has_any
     from trainyard.launch.goodput import goodput
@@ -247,9 +246,10 @@ def status(
         place, job_id = place_and_id(job, environment, tenant)
         current = watch.status(place.store, place.backend, job_id, options=as_given(environment, tenant))
         begin_tracking(current.record, place, environment)
+        current = dataclasses.replace(current, record=place.located(current.record))
         reached = goodput(current.record, place.s3)
         if current.finished or current.observation is None:  # where a resume is advised
-            saved = has_any(saved_at(current.record, place), place.s3)
+            saved = has_any(current.record.checkpoint_destination, place.s3)
             # Hosts' own disks may hold one that never came to its destination.
             is_on_disks = current.record.resolved.spec.checkpoint.local_directory is not None
             current = dataclasses.replace(current, has_checkpoint=saved or (None if is_on_disks else saved))

@@ -74,7 +74,7 @@ def report(
     with console(stderr=True).status("reading"):
         job_id = job_id_of(job)
         place = place_of(job_id, environment, tenant)
-        page = report_of(watching.status(place.store, place.backend, job_id).record, place.s3)
+        page = report_of(place.located(watching.status(place.store, place.backend, job_id).record), place.s3)
     if str(out) == "-":
         print(page, end="")
         return
@@ -117,7 +117,7 @@ def track(
         server = server_at(mlflow or asked.mlflow or "", place.account, place.tracking_server)
         while True:
             current = watching.status(place.store, place.backend, job_id)
-            record = current.record
+            record = place.located(current.record)
             name = experiment or asked.experiment or experiment_of(record)
             is_last = current.finished or not follow
             told = tell(server, record, place.s3, experiment=name, with_page=is_last)

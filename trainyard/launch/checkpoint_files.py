@@ -411,7 +411,7 @@ def _lock(descriptor: int, root: str) -> None:
         fcntl.lockf(descriptor, (fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            words = os.pread(descriptor, 400, 0).decode(errors="replace").partition("\n")[0] or "another process"
+            words = os.pread(descriptor, 5000, 0).decode(errors="replace").partition("\n")[0] or "another process"
             raise InputError(
                 f"{root}: {words} saves there: wait for its end, stop it, or give another prefix or folder"
             ) from None

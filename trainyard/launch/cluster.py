@@ -120,6 +120,7 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], ClusterPlac
     """Where on the tenant's cluster a job goes."""
 
     def place_of(record: JobRecord) -> ClusterPlace:
+        """That job's, in a partition of its type; InputError where the cluster has none."""
         spec = record.resolved.spec
         slurm = spec.compute.slurm
         words = {
@@ -143,6 +144,7 @@ def here_places(folder: Path) -> Callable[[JobRecord], ClusterPlace]:
     """Where jobs of this machine's own records go: into their folder, run by this interpreter and checkout."""
 
     def place_of(record: JobRecord) -> ClusterPlace:
+        """That job's, in the partition that it names, or Slurm's default."""
         spec = record.resolved.spec
         slurm = spec.compute.slurm
         own = slurm.python is None and slurm.container_image is None

@@ -129,6 +129,7 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], KubernetesP
     """Where the tenant's jobs go, and as whom they run."""
 
     def place_of(record: JobRecord) -> KubernetesPlace:
+        """That job's, with the tenant's service account."""
         kubernetes = record.resolved.spec.compute.kubernetes
         return KubernetesPlace(
             namespace=kubernetes.namespace or contract.tenant,

@@ -3,10 +3,27 @@ anew, or go on beside the one that it was copied from."""
 
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.launch.checkpoint_files import FOLDER as CHECKPOINTS
 from trainyard.launch.record import JobRecord
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A job whose folder was copied: nobody knows which of the two is meant to go on."""
+
+    known: Path
+    """Its destination, by its record."""
+    here: Path
+    """The copy, in the job's own folder."""
+
+    def __str__(self) -> str:
+        return (
+            f"its checkpoints are in {self.known} by its record, and there are some in {self.here} too: its folder was"
+            " copied"
+        )
 
 
 def own_folder(record: JobRecord, folder: Path) -> Path:
@@ -40,13 +57,20 @@ def refused_resume(record: JobRecord, folder: Path) -> list[str]:
             f"its checkpoints are in {now}, and its record says {known}: its folder was moved, and it would begin anew;"
             f" move it back, or {mended}"
         ]
-    if record.job_id in known.parts and not now.samefile(known):
-        return [
-            f"its checkpoints are in {known} by its record, and there are some in {now} too: its folder was copied, and"
-            " both would save to one place; resume it from where it was, or launch a job with"
-            f" checkpoint.destination={now} to go on from the copy"
-        ]
-    return []
+    if (copied := copied_to(record, folder)) is None:
+        return []
+    return [
+        f"{copied}, and both would save to one place; resume it from where it was, or launch a job with"
+        f" checkpoint.destination={now} to go on from the copy"
+    ]
+
+
+def copied_to(record: JobRecord, folder: Path) -> Copied | None:
+    """Where the job's checkpoints lie twice: its destination is in place, and a copy of it in the job's own folder."""
+    now, known = _saved_here(record, folder), Path(record.checkpoint_destination)
+    if now is None or moved_to(record, folder) is not None or record.job_id not in known.parts or now.samefile(known):
+        return None
+    return Copied(known, now)
 
 
 def _saved_here(record: JobRecord, folder: Path) -> Path | None:

@@ -10,8 +10,9 @@ from trainyard.launch.backends import ByRecord
 from trainyard.launch.contract import check_tenant, read_contract
 from trainyard.launch.doors import DOORS
 from trainyard.launch.local_backend import LocalBackend
+from trainyard.launch.moved import Copied, copied_to, moved_to
 from trainyard.launch.queue_backend import backend_of
-from trainyard.launch.record import FolderRecordStore, RecordStore, S3RecordStore
+from trainyard.launch.record import FolderRecordStore, JobRecord, RecordStore, S3RecordStore
 from trainyard.launch.session import Account, assume, checkout_root, open_account, state_root
 from trainyard.spec.platform import EnvironmentSpec, TenantContract, load_environment
 
@@ -42,6 +43,16 @@ class Place:
     def variables(self) -> dict[str, str]:
         """What a process of our own needs in its environment to read the jobs' files, for an hour."""
         return {} if self.account is None else self.account.variables()
+
+    def located(self, record: JobRecord) -> JobRecord:
+        """`record` with its checkpoints where they are now, for who reads what the job saved: its folder may have been
+        moved since. Never to be written: a folder that is moved back is its place again."""
+        moved = moved_to(record, self.store.folder) if isinstance(self.store, FolderRecordStore) else None
+        return record if moved is None else record.model_copy(update={"checkpoint_destination": str(moved)})
+
+    def copied(self, record: JobRecord) -> Copied | None:
+        """Where the job's checkpoints lie twice, as its folder was copied: who removes some has to be asked which."""
+        return copied_to(record, self.store.folder) if isinstance(self.store, FolderRecordStore) else None
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], RayPlace]:
     """Where on the tenant's cluster a job goes."""
 
     def place_of(record: JobRecord) -> RayPlace:
+        """That job's, on its machines' own disks."""
         ray = record.resolved.spec.compute.ray
         return RayPlace(
             directory=f"{ray.directory or TENANT_DIRECTORY}/{record.job_id}",
@@ -121,6 +122,7 @@ def here_places(folder: Path) -> Callable[[JobRecord], RayPlace]:
     """Where jobs of this machine's own records go: into their folder, run by this interpreter and checkout."""
 
     def place_of(record: JobRecord) -> RayPlace:
+        """That job's, in a folder that the machines and this one see."""
         ray = record.resolved.spec.compute.ray
         # The checkout is not installed anywhere: who runs this interpreter must be told of it.
         path = trainer_environment()["PYTHONPATH"]

@@ -41,7 +41,7 @@ def newest_rows(place: Place, record: JobRecord) -> list[Row]:
     folder = own_folder(place, record)
     if folder is not None and (folder / METRICS_FILE).exists():
         return jsonl_rows((folder / METRICS_FILE).read_bytes())
-    return metrics_rows(record, place.s3)
+    return metrics_rows(place.located(record), place.s3)
 
 
 def row_of_line(text: str) -> Row | None:

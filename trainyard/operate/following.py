@@ -163,7 +163,7 @@ def follow(place: Place, job_id: str, say: Callable[[str], None], sleep: Callabl
     try:
         while True:
             try:
-                record = watch.status(place.store, place.backend, job_id).record
+                record = place.located(watch.status(place.store, place.backend, job_id).record)
                 version = (metrics_version(record, place.s3), record)
                 unseen = 0
             except TrainyardError as error:

@@ -15,6 +15,7 @@ from trainyard.launch.endpoint import EndpointSession
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, RecordedChannel, S3RecordStore
 from trainyard.launch.session import Account
+from trainyard.spec.backends import BackendName
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
@@ -23,6 +24,7 @@ ACCOUNT = "123456789012"
 REGION = "us-east-1"
 IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/trainyard@sha256:{'ab' * 32}"
 JOB_ID = "acme-tiny-20260131120000-1a2b"
+LOCAL_JOB_ID = "local-tiny-20260131120000-1a2b"
 
 
 def contract_content() -> dict[str, Any]:
@@ -147,6 +149,22 @@ def resolved(job: JobSpec) -> ResolvedJob:
     content["data"]["tokenizer"] = "s3://acme-data/sets/tokenizer.json"
     content["checkpoint"]["destination"] = f"s3://acme-checkpoints/jobs/{JOB_ID}/"
     return planner.resolve(parse(JobSpec, content, "job"))
+
+
+def record_without_tenant(job: JobSpec, resolved: ResolvedJob, backend: BackendName = "local") -> JobRecord:
+    """As a launch of nobody's environment makes it; `resolved` has its checkpoints' destination."""
+    return new_record(
+        job,
+        resolved,
+        job_id=LOCAL_JOB_ID,
+        backend=backend,
+        environment=None,
+        plan={},
+        image=None,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
 
 
 @pytest.fixture

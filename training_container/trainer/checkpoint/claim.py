@@ -26,6 +26,9 @@ _LOOK_SECONDS = 0.2
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _AS_IT_LIES = os.O_NOFOLLOW | os.O_NONBLOCK
 """Not what a link names, which may be a file of this user's that somebody else wants changed; nor wait for a pipe."""
+_OUTPUT = ", with its output in "
+_MOST_BYTES = 5000
+"""Of what a claim's file says: the longest path that there may be, and a little."""
 _NUM_TRIES = 5
 """Of taking a file that others replace meanwhile."""
 
@@ -37,14 +40,18 @@ class Claimant:
     name: str
     """What the file says of it."""
     tells_starts: bool
-    """Whether all that bear the name are starts of one job, of which this one is the newest."""
+    """Whether all that bear the name, and have the same output, are starts of one job, of which this one is the
+    newest."""
+    output: str = ""
+    """Where its output lies: a job whose folder was copied is there twice under one name. Empty: nobody says."""
 
 
-def claimant_of(environment: Mapping[str, str]) -> Claimant:
+def claimant_of(environment: Mapping[str, str], output_dir: Path | None = None) -> Claimant:
     """By TRAINYARD_JOB_ID; without one by Slurm's number, which tells starts apart only once Slurm has requeued the
     job: within one allocation two jobs may be started by hand."""
     if job := environment.get("TRAINYARD_JOB_ID"):
-        return Claimant(job, tells_starts=True)
+        output = "" if output_dir is None else os.path.realpath(output_dir)
+        return Claimant(job, tells_starts=True, output=output)
     if number := environment.get("SLURM_JOB_ID"):
         is_requeued = environment.get("SLURM_RESTART_COUNT", "0") != "0"
         return Claimant(f"Slurm's job {number}", tells_starts=is_requeued)
@@ -76,8 +83,10 @@ class Claim:
         self._open()
         began, is_told = time.monotonic(), False
         while (holder := self._taken()) is not None:
-            is_own = claimant.tells_starts and holder.startswith(f"{claimant.name} ")
-            is_another = claimant.tells_starts and not is_own
+            is_namesake = claimant.tells_starts and holder.startswith(f"{claimant.name} ")
+            # Of one job that was copied the two may run at once.
+            is_own = is_namesake and holder.partition(_OUTPUT)[2] in ("", _as_read(claimant.output))
+            is_another = claimant.tells_starts and not is_namesake
             if time.monotonic() - began > (other_seconds if is_another else own_seconds):
                 if is_own:  # a start must not be lost to one that can't end
                     report(f"warning: {folder}: {holder} has not let go of it; this start goes on")
@@ -93,7 +102,7 @@ class Claim:
                 report(f"{folder}: {holder} saves there; this start waits up to {own_seconds:g} s for its end")
             beat()
             time.sleep(_LOOK_SECONDS)
-        self._sign(claimant.name)
+        self._sign(claimant)
 
     def _open(self) -> None:
         """The file, as far as this user may: another user's, in a folder that both save to, for reading alone."""
@@ -177,20 +186,26 @@ class Claim:
             fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
-                words = os.pread(self._descriptor, 400, 0).decode(errors="replace").partition("\n")[0]
+                words = os.pread(self._descriptor, _MOST_BYTES, 0).decode(errors="replace").partition("\n")[0]
                 return words or "another process"
         return None
 
-    def _sign(self, name: str) -> None:
+    def _sign(self, claimant: Claimant) -> None:
         if self._descriptor is None or not self._is_writable:
             return
         with suppress(OSError):  # a full disk costs the name
             os.ftruncate(self._descriptor, 0)
-            line = f"{name} on {socket.gethostname()}, process {os.getpid()}\n"
-            os.pwrite(self._descriptor, line.encode(), 0)
+            output = f"{_OUTPUT}{claimant.output}" if claimant.output else ""
+            line = f"{claimant.name} on {socket.gethostname()}, process {os.getpid()}{output}\n"
+            os.pwrite(self._descriptor, os.fsencode(line), 0)
 
     def close(self) -> None:
         """Let go."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _as_read(path: str) -> str:
+    """As a claim's first line tells it."""
+    return os.fsencode(path).decode(errors="replace").partition("\n")[0]

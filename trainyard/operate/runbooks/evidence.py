@@ -153,7 +153,7 @@ def gather(
         keep(folder, "lines.txt", "\n".join(extra) + "\n")
         return Evidence(subject=", ".join(map(str, log_files)), lines=extra, missing={"job": "none was named"})
     current = watch.status(place.store, place.backend, job_id)
-    record = current.record
+    record = place.located(current.record)
     missing: dict[str, str] = {}
     lines = _lines(place, record, missing)
     times = _step_times(record, lines)
