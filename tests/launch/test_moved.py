@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ def test_it_is_seen_and_not_begun_anew(
     assert moved not in told(record), "the first attempt has nothing to go on from"
     assert "; move it back, or link it: mkdir -p " in told(record.with_next_attempt())
     known.mkdir(parents=True)
-    assert "; move it back, or move what is there away, and then link it: " in told(record.with_next_attempt())
+    refusal = told(record.with_next_attempt())
+    assert "; move it back, or move what is there away, and then link it: " in refusal
     shutil.rmtree(before)
-    before.symlink_to(now)
+    subprocess.run(["sh", "-c", refusal.partition("link it: ")[2]], check=True)
     assert moved not in told(record.with_next_attempt())
     assert "was copied" not in told(record.with_next_attempt())
 
@@ -133,6 +135,11 @@ def test_of_a_place_that_is_gone_nobody_says_that_there_is_no_checkpoint(
         assert run(["checkpoints", verb, JOB_ID]) == 0
         assert capsys.readouterr().out == f"no checkpoint: there is no {place}\n"
     assert has_any(str(place), None) is None
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "earlier"))
+    FolderRecordStore(tmp_path / "earlier/jobs").create(record_at("ray", Path("kept/here"), {}))
+    assert run(["checkpoints", JOB_ID]) == 0
+    assert f"there is no kept/here in {Path.cwd()}, and its record, an earlier trainyard's" in capsys.readouterr().out
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
     place.mkdir(parents=True)
     assert run(["checkpoints", JOB_ID]) == 0 and capsys.readouterr().out == "no checkpoint yet\n"
     assert has_any(str(place), None) is False

@@ -89,7 +89,14 @@ def list_(
 def _none_at(destination: str) -> str:
     from trainyard.launch.checkpoints import is_gone
 
-    return f"no checkpoint: there is no {destination}" if is_gone(destination) else "no checkpoint yet"
+    if not is_gone(destination):
+        return "no checkpoint yet"
+    if Path(destination).is_absolute():
+        return f"no checkpoint: there is no {destination}"
+    return (
+        f"no checkpoint: there is no {destination} in {Path.cwd()}, and its record, an earlier trainyard's, doesn't say"
+        " from where that path is (where the job was launched, on a Ray cluster where Ray was started): give its folder"
+    )
 
 
 @app.command()
