@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from launch_testing import IMAGE, job_content
+from launch_testing import IMAGE, job_content, record_without_tenant
 from rich.console import Console
 
 from trainyard.cli import jobs, live
@@ -20,15 +20,17 @@ from trainyard.cli.checkpoints import destination_of
 from trainyard.cli.live import follow
 from trainyard.cli.seen import Seen
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, JobFailedError
+from trainyard.launch import place as place_module
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.place import place_of
 from trainyard.launch.ray_jobs import HttpJobServer
-from trainyard.launch.record import JobRecord
+from trainyard.launch.record import FolderRecordStore, JobRecord
 from trainyard.launch.session import Account
 from trainyard.launch.watch import Status
 from trainyard.operate import following
+from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
 
@@ -528,6 +530,54 @@ def test_following_shows_steps_states_and_checkpoints(
     assert "Training" in text
     assert "noise" not in text
     assert text.count("spot capacity reclaimed") == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+@pytest.mark.parametrize("verb", ["stop", "resume", "watch"])
+def test_who_waits_for_a_stop_or_a_resume_is_not_shown_what_was_said_before(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    job: JobSpec,
+    resolved: ResolvedJob,
+    verb: str,
+    terminal: bool,
+) -> None:
+    """Of a job of this machine all attempts' lines are in one file: 100,000 steps were shown once more."""
+
+    class Machine:
+        """Two reads to the end of what is there, then a third."""
+
+        reads, is_started = 0, verb != "resume"
+
+        def observe(self, _: JobRecord) -> Observation:
+            return Observation("Training" if self.is_started and self.reads < 3 else "Stopped")
+
+        def read_logs(self, _: JobRecord, cursor: LogCursor) -> list[LogLine]:
+            self.reads += 1
+            cursor.more = self.reads == 1
+            texts = [f"step={self.reads} loss=2.5", f"checkpoint step={self.reads} committed uri=x"]
+            return [LogLine("local", text, None) for text in (texts if self.reads <= 3 else [])]
+
+        def stop(self, _: JobRecord) -> None: ...
+
+        def check(self, _: JobRecord) -> None: ...
+
+        def submit(self, *_: object) -> None:
+            self.is_started = True
+
+    machine, shown = Machine(), io.StringIO()
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    record = record_without_tenant(job, resolved).with_attempt(submitted_at="2026-01-31T12:00:00+00:00")
+    FolderRecordStore(tmp_path / "jobs").create(record)
+    monkeypatch.setattr(place_module, "LocalBackend", lambda _: machine)
+    monkeypatch.setattr(live, "console", lambda **_: Console(file=shown, width=200, highlight=False))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert run([verb, record.job_id, *(["--wait"] if verb != "watch" else [])]) == (0 if verb == "stop" else 1)
+    text, all_of_it = shown.getvalue(), verb == "watch"
+    assert [f"checkpoint step={step} committed" in text for step in (1, 2, 3)] == [all_of_it, all_of_it, True]
+    if not terminal:
+        assert [f"step {step}  loss" in text for step in (1, 2, 3)] == [all_of_it, all_of_it, True]
 
 
 def _status(record: JobRecord, state: str) -> Status:

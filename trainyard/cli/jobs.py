@@ -319,7 +319,7 @@ def stop(
         place, job_id = place_and_id(job, environment, tenant)
         current = watch.stop(place.store, place.backend, job_id, options=options)
     if wait:
-        current = _follow(place, job_id, quiet=as_json, options=options)
+        current = _follow(place, job_id, quiet=as_json, options=options, from_now=True)
     if as_json:
         print_json(summary(current.record, current))
     else:
@@ -361,7 +361,7 @@ def resume(
         )
         begin_tracking(record, place, environment)
     if wait:
-        record = _follow(place, job_id, quiet=as_json, options=options).record
+        record = _follow(place, job_id, quiet=as_json, options=options, from_now=True).record
     if as_json:
         print_json(summary(record))
     else:
@@ -512,11 +512,11 @@ def _say_what_to_do(job: str) -> None:
     )
 
 
-def _follow(place: "Place", job_id: str, *, quiet: bool, options: str) -> "Status":
+def _follow(place: "Place", job_id: str, *, quiet: bool, options: str, from_now: bool = False) -> "Status":
     from trainyard.cli.live import follow
 
     try:
-        return follow(place, job_id, quiet=quiet, options=options)
+        return follow(place, job_id, quiet=quiet, options=options, from_now=from_now)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
             f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}{options}`,"

@@ -13,25 +13,29 @@ from trainyard.cli.output import console
 from trainyard.cli.seen import Seen
 from trainyard.errors import InputError
 from trainyard.launch import watch
-from trainyard.launch.backend import LogLine
+from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.place import Place
 from trainyard.launch.watch import Status
 
 _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=)")
 
 
-def follow(place: Place, job_id: str, *, quiet: bool, options: str = "") -> Status:
+def follow(place: Place, job_id: str, *, quiet: bool, options: str = "", from_now: bool = False) -> Status:
     """Show the job's progress until it ends; its last status. `quiet` prints nothing (a program reads the JSON).
 
-    `options`: as of Status.
+    `options`: as of Status. `from_now`: lines that are there already are not shown again, be there a million.
     """
     out = console(stderr=True)
     last: Status | None = None
     shown = _Quiet() if quiet else _Live(out) if sys.stderr.isatty() else _Plain(out)
     with shown:
-        for current, lines in watch.watch(place.store, place.backend, job_id, sleep=time.sleep, options=options):
+        cursor = LogCursor()
+        for current, lines in watch.watch(
+            place.store, place.backend, job_id, sleep=time.sleep, options=options, cursor=cursor
+        ):
             last = current
-            shown.show(current, lines)
+            shown.show(current, lines, is_old=from_now)
+            from_now = from_now and cursor.more
     if last is None or not last.finished:
         raise InputError(f"job {job_id}: {last.advice if last else 'has no record'}")
     return last
@@ -44,7 +48,7 @@ class _Quiet:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def show(self, current: Status, lines: list[LogLine]) -> None:
+    def show(self, current: Status, lines: list[LogLine], *, is_old: bool) -> None:
         """Nothing."""
 
 
@@ -56,12 +60,15 @@ class _Plain(_Quiet):
         self._state = ""
         self._seen = Seen()
 
-    def show(self, current: Status, lines: list[LogLine]) -> None:
+    def show(self, current: Status, lines: list[LogLine], *, is_old: bool) -> None:
         """Print what is new."""
         if said := self._seen.new_reclaim(current):
             self._out.print(said, markup=False)
         for line in lines:
-            if self._seen.read(line):
+            is_step = self._seen.read(line)
+            if is_old:
+                continue
+            if is_step:
                 self._out.print(str(self._seen), markup=False)
             elif _NOTABLE.match(line.text):
                 self._out.print(line.text, markup=False)
@@ -92,11 +99,12 @@ class _Live(_Quiet):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, current: Status, lines: list[LogLine]) -> None:
+    def show(self, current: Status, lines: list[LogLine], *, is_old: bool) -> None:
         """Bring the screen up to date; notable lines scroll above it."""
         with self._lock:
             said = self._seen.new_reclaim(current)
             told = [line.text for line in lines if not self._seen.read(line) and _NOTABLE.match(line.text)]
+            told = [] if is_old else told
             self._current = current
         if said:
             self._out.print(said, markup=False, style="yellow")

@@ -155,20 +155,28 @@ def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) 
 
 
 def watch(
-    store: RecordStore, backend: Backend, job_id: str, *, sleep: Callable[[float], None], options: str = ""
+    store: RecordStore,
+    backend: Backend,
+    job_id: str,
+    *,
+    sleep: Callable[[float], None],
+    options: str = "",
+    cursor: LogCursor | None = None,
 ) -> Iterator[tuple[Status, list[LogLine]]]:
     """The job's state and its new log lines, again and again, until it has ended and its logs are read.
 
+    `cursor`: the caller's, who sees by it how far the newest attempt's were read.
     SilentError or AwsAwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on
     without being seen.
     """
-    cursor = LogCursor()
-    attempt, away = 0, MOST_AWAY_LOOKS
+    cursor = cursor or LogCursor()
+    attempt, away = None, MOST_AWAY_LOOKS
     while True:
         try:
             current = status(store, backend, job_id, options=options)
-            if current.record.attempt.number != attempt:
-                attempt, cursor = current.record.attempt.number, LogCursor()
+            if attempt not in (None, current.record.attempt.number):
+                cursor = LogCursor()
+            attempt = current.record.attempt.number
             # Asked before the logs are read: lines written before the end are then always seen.
             finished = current.finished or current.observation is None
             lines = backend.read_logs(current.record, cursor)
