@@ -339,6 +339,10 @@ def test_who_names_a_prefix_and_a_tenant_acts_as_its_launcher(
             assert run(["export", named, "-e", site, "--tenant", "acme", "--to", to]) == 0
         assert asked == [(prefix, True)] * 2
         asked.clear()
+    assert run(["export", str(tmp_path), "-e", site, "--tenant", "acme", "--to", "s3://kept/hf"]) == 0
+    assert asked == [(str(tmp_path), True)]
+    assert run(["export", str(tmp_path), "-e", site, "--to", "s3://kept/hf"]) == 2
+    assert "nothing says whose role may write there: give --tenant NAME, or a folder" in capsys.readouterr().err
     capsys.readouterr()
     assert run(["checkpoints", here.job_id, "-e", site, "--tenant", "acme", "--json"]) == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [STEP]

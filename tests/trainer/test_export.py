@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models
 from trainer.checkpoint.base_model import base_model_digest, weights_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.data.tokenizer import ByteTokenizer, tokenizer_of
-from trainer.export import Export, export
+from trainer.export import Export, export, main
 from trainer.export_scratch import MARK, marked, remove_left, scratch_beside
 from trainer.models.build import build_model
 from trainer.models.described import describe_model
@@ -457,7 +457,9 @@ def test_what_it_cannot_write_is_one_line(tmp_path: Path, extra: dict[str, Any],
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_place_it_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_it_cannot_write_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -469,6 +471,10 @@ def test_a_place_it_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest
     for to, told in said.items():
         with pytest.raises(InputError, match=told):  # nothing is there to be read: it is refused before
             export(Export(str(tmp_path / "job"), Path(to)))
+    for to in ("~/hf", "gs://bucket/hf"):
+        with pytest.raises(SystemExit):
+            main(["--checkpoints", str(tmp_path / "job"), "--to", to])
+        assert f"argument --to: {to}: " in capsys.readouterr().err
     assert not any((tmp_path / "here").iterdir())
 
 

@@ -49,6 +49,7 @@ from trainer.export_scratch import scratch_beside
 from trainer.export_weights import Described, Group, keep, write_shards
 from trainer.optimizers.router_bias import BUFFER as ROUTER_BIAS
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
+from trainyard.spec.checkpoint_names import why_not_written
 from trainyard.spec.job import AdapterSpec
 
 DEFAULT_SHARD_BYTES = 5 << 30
@@ -389,6 +390,8 @@ def _small(place: str, name: str) -> bytes | None:
 
 
 def _place(text: str) -> Path | str:
+    if (why := why_not_written(text)) is not None:
+        raise argparse.ArgumentTypeError(f"{text}: {why}")
     return text if text.startswith("s3://") else Path(text)
 
 

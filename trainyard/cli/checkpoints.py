@@ -252,13 +252,16 @@ def copy(
     Example: trainyard checkpoints copy acme-stdlib-llama-20260131120000-1a2b s3://acme-data/kept/one
     """
     from trainyard.launch import checkpoints
+    from trainyard.spec.checkpoint_names import why_not_written
 
     if every and step is not None:
         raise InputError(f"--all: copies every good one; leave out --step {step}, or --all")
+    if (why := why_not_written(to)) is not None:
+        raise InputError(f"{to}: {why}")
     with console(stderr=True).status("copying") as spinner:
         destination, s3, *_ = destination_of(job, environment, tenant)
         if s3 is None and to.startswith("s3://") and tenant is not None:
-            s3 = _tenants_place(tenant, environment, to).s3
+            s3 = tenants_place(tenant, environment, to).s3
         if destination.rstrip("/") != to.rstrip("/"):
             _refuse_running(to, environment, tenant)
         found = checkpoints.list_checkpoints(destination, s3) if every else []
@@ -308,14 +311,14 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     if is_s3:
         if tenant is None:
             raise InputError(f"{job}: give --tenant NAME too: its role is the one that reads it")
-        there = _tenants_place(tenant, environment, job)
+        there = tenants_place(tenant, environment, job)
         return Where(job, there.s3, there.variables)
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
     record = place.store.read(job_id).record
     destination, copied = place.located(record).checkpoint_destination, place.copied(record)
     if destination.startswith("s3://") and place.s3 is None and tenant is not None:  # of a job of this machine
-        place = _tenants_place(tenant, environment, destination)
+        place = tenants_place(tenant, environment, destination)
     rules = record.spec.checkpoint.retention
     return Where(destination, place.s3, place.variables, rules, beside_of(record), copied)
 
@@ -336,7 +339,7 @@ def beside_of(record: "JobRecord") -> tuple[str, ...]:
     return tuple(uri for uri in (spec.data.tokenizer, spec.model.source) if uri and uri.startswith("s3://"))
 
 
-def _tenants_place(tenant: str, environment: str, what: str) -> "Place":
+def tenants_place(tenant: str, environment: str, what: str) -> "Place":
     """Where a client for S3 acts as the tenant's launcher."""
     from trainyard.launch.place import environment_file, open_tenant
     from trainyard.spec.platform import load_environment

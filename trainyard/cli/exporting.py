@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainyard.children import output_of, start
-from trainyard.cli.checkpoints import CheckpointsOf, StepOption, beside_of, destination_of
+from trainyard.cli.checkpoints import CheckpointsOf, StepOption, beside_of, destination_of, tenants_place
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
@@ -80,22 +80,28 @@ def export(
     Example: trainyard export acme-stdlib-llama-20260131120000-1a2b --step 500 --to exported
     """
     from trainyard.launch.local_backend import check_trainer
+    from trainyard.spec.checkpoint_names import why_not_written
 
     if not to.strip():
         raise InputError(
             f"--to {to!r}: names no place; give a folder that is empty or not there yet, or an s3:// prefix"
         )
+    if (why := why_not_written(to)) is not None:
+        raise InputError(f"--to {to}: {why}")
     check_trainer()
     arguments = _arguments(to, step, average, merge, base, tokenizer, dtype, max_shard_gib)
     with console(stderr=True).status("asking") as spinner:
         place = destination_of(job, environment, tenant)
-        if to.startswith("s3://") and not place.variables:
-            raise InputError(
-                f"--to {to}: {job} is on this machine, and nothing says whose role may write there; export to a "
-                "folder, and copy that (aws s3 cp --recursive)"
-            )
+        variables = place.variables
+        if to.startswith("s3://") and not variables:
+            if tenant is None:
+                raise InputError(
+                    f"--to {to}: {job} is on this machine, and nothing says whose role may write there: give --tenant"
+                    " NAME, or a folder"
+                )
+            variables = tenants_place(tenant, environment, to).variables
         turner(spinner)(f"writing {to}")
-        written = run_export(place.destination, [*arguments, *_beside(place.beside)], place.variables)
+        written = run_export(place.destination, [*arguments, *_beside(place.beside)], variables)
     if as_json:
         print_json(written)
         return

@@ -17,6 +17,14 @@ def is_foreign(place: str) -> bool:
     return not place.startswith("s3://") and ("://" in place or _ADDRESS.match(place) is not None)
 
 
+def why_not_written(place: str) -> str | None:
+    """Why nothing is to be written to a place that somebody has just typed; None: it is a folder, or s3://. A folder
+    called `~` or `gs:` would be made where one is, and who looks for it where it says finds nothing."""
+    if place.partition("/")[0] == "~":
+        return "only a shell takes ~ for a home; write the whole path"
+    return "must be an s3:// prefix or a folder" if is_foreign(place) else None
+
+
 def place_for(name: str, stated: Any) -> str | None:
     """Below the destination that a job states: for one of several jobs that are made of the same file, each of which
     would go on from the checkpoints of the one before it. None: it states none, and each has its own."""
