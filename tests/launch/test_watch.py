@@ -107,20 +107,22 @@ def test_status_writes_what_is_new_into_the_record_once(store: FolderRecordStore
     assert store.read(JOB_ID).etag == before.etag, "a second look finds nothing new and writes nothing"
 
 
-def test_a_status_is_told_though_the_disk_is_too_full_to_write_it_down(
+def test_a_status_is_told_though_it_can_not_be_written_down(
     store: FolderRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a full disk, on one that an error has made read-only, or of a colleague's job; who stops a job looks too."""
     backend = ScriptedBackend(TRAINING)
     honest = Path.write_bytes
 
-    def half(path: Path, body: bytes, *, number: int = errno.ENOSPC) -> int:
+    def half(path: Path, body: bytes, *, number: int) -> int:
         honest(path, body[:10])
         raise OSError(number, "no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", half)
-        assert watch.status(store, backend, JOB_ID).record.state == "Training"
-        patched.setattr(Path, "write_bytes", partialmethod(half, number=errno.EACCES))
+        for number in (errno.ENOSPC, errno.EROFS, errno.EACCES):
+            patched.setattr(Path, "write_bytes", partialmethod(half, number=number))
+            assert watch.status(store, backend, JOB_ID).record.state == "Training"
+        patched.setattr(Path, "write_bytes", partialmethod(half, number=errno.EIO))
         with pytest.raises(OSError, match="no room"):
             watch.status(store, backend, JOB_ID)
     assert store.read(JOB_ID).record.state != "Training"
@@ -602,7 +604,12 @@ def test_a_status_never_takes_the_old_attempts_end_for_the_new_ones(store: Folde
 
 
 @pytest.mark.parametrize(
-    ("observation", "message"), [(TRAINING, "is still going.*trainyard stop"), (COMPLETED, "has completed")]
+    ("observation", "message"),
+    [
+        (TRAINING, "is still going.*stop it first: trainyard stop"),
+        (Observation(state="Stopping"), r"is still going \(Stopping\); wait for its end: trainyard watch"),
+        (COMPLETED, "has completed"),
+    ],
 )
 def test_only_an_ended_job_resumes(store: FolderRecordStore, observation: Observation, message: str) -> None:
     backend = ScriptedBackend(observation)

@@ -42,7 +42,8 @@ a cluster's answer take less."""
 STREAMS_A_SECOND = 5
 """Of a large job's many logs: CloudWatch Logs counts the reads of all of an account together (25 a second)."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""A full disk, one that an error has made read-only, a colleague's records: who looks, or stops a job, needs none."""
 _FROM = {
     None: "from its newest checkpoint (without one, from its first step)",
     True: "from its newest checkpoint",
@@ -148,8 +149,8 @@ def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) 
     try:
         return update(store, record.job_id, change).record
     except (RecordConflictError, OSError) as error:
-        # The next look writes it; a status must not fail because somebody else looks too, or the disk is full.
-        if isinstance(error, OSError) and error.errno not in _FULL:
+        # The next look writes it; a status must not fail because somebody else looks too, or nothing can be written.
+        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
             raise
         return merged(record, observation)
 
@@ -250,7 +251,9 @@ def resume(
     if current.state == "Completed":
         raise InputError(f"job {job_id}: has completed; there is nothing to resume (launch it again for a new run)")
     if not current.finished and current.observation is not None:
-        advice = f"stop it first: trainyard stop {job_id}{options}"
+        is_ending = current.state == "Stopping"
+        words = "wait for its end: trainyard watch" if is_ending else "stop it first: trainyard stop"
+        advice = f"{words} {job_id}{options}"
         raise InputError(f"job {job_id}: is still going ({current.state}); {advice}")
     if current.observation is None and not current.finished and not force:
         _refuse_behind_a_tunnel(current.record)
