@@ -1232,7 +1232,11 @@ def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, m
     monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: 1 << 20)
     job.save(2)
     assert "needs 16 MiB" in job.said[1] and "has 1 MiB free" in job.said[1]
-    assert job.said[2].startswith("checkpoint step=2 not committed: a disk is too full")
+    kept = "checkpoint step=2 not committed: a disk is too full for it; the one before it is kept"
+    assert job.said[2].startswith(kept)
+    first = Job(f"{destination}/else", tmp_path)
+    first.save(1)
+    assert first.said[1].startswith("checkpoint step=1 not committed: a disk is too full for it; there is none before")
     monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: 1 << 40)
     assert Job(destination, tmp_path).newest() == 1
     job.save(3)

@@ -669,9 +669,13 @@ class Session:
         if self._checkpointer.last_error is not None:
             # Also when interrupted: "saved, resume me" must never be said of a step that is not there.
             ran = f"all {self.num_steps} steps ran" if status == "completed" else f"stopped at step {self.step}"
+            saved = self._checkpointer.last_committed_step
+            goes_on = (
+                "no checkpoint is there, so it begins anew" if saved is None else f"it continues from step {saved}"
+            )
             raise JobFailedError(
                 f"{ran}, but the last checkpoint could not be saved: {self._checkpointer.last_error}; mend it and start"
-                f" the job again: it continues from step {self._checkpointer.last_committed_step or 0}"
+                f" the job again: {goes_on}"
             )
         if status == "completed":
             self._checkpointer.leave_hosts_disks()

@@ -303,7 +303,8 @@ class Checkpointer:
             full, passes_tier = self._is_still_full(step)
         if full:
             # The rank that lacks it has said so.
-            self._failed(step, "a disk is too full for it; the one before it is kept")
+            before = "there is none before it" if self.last_committed_step is None else "the one before it is kept"
+            self._failed(step, f"a disk is too full for it; {before}")
             return
         if changed:
             self._host_copy.take(self._plan.mine, tensors)
