@@ -255,6 +255,8 @@ class Session:
                     f"warning: the job ends at step {self.num_steps}, and its checkpoint is of step {self.step}:"
                     " nothing is trained; for a model of fewer steps start anew with another checkpoint.destination"
                 )
+            elif self.step == self.num_steps:
+                say(f"checkpoint step={self.step} is of the job's last step: nothing is left to train")
             if (difference := told_difference(info.manifest.extra, self._provenance, step=self.step)) is not None:
                 say(difference)
         return attempt
