@@ -51,6 +51,8 @@ def test_how_a_job_is_run_makes_no_other_version_of_it(tmp_path: Path) -> None:
 
     own = digest()
     assert digest("compute.max_hours=7", "recovery.max_resumes=3", "meters.cloudwatch=true") == own
+    moved = ("checkpoint.destination=/fsx/elsewhere", "checkpoint.every_steps=2", "preflight.nccl_log=true")
+    assert digest(*moved) == own
     assert digest("training.seed=1234") != own
 
 

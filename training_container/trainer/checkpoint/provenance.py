@@ -12,8 +12,8 @@ import trainyard
 from trainyard.spec.job import ResolvedJob
 
 _KEYS = ("job_sha256", "code_sha256")
-_OF_THE_RUN = {"compute", "recovery", "meters", "tracking", "budget"}
-"""Sections that say where and how a job is run and watched: no loss depends on them."""
+_OF_THE_RUN = {"compute", "checkpoint", "preflight", "recovery", "meters", "tracking", "budget"}
+"""Sections that say where and how a job is run, saved and watched: no loss depends on them."""
 
 
 def provenance(job: ResolvedJob) -> dict[str, str]:
