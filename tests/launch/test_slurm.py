@@ -104,7 +104,8 @@ SCONTROL = """
 case "$*" in
   "show hostnames"*) echo node1 ;;
   "--oneliner show node"*) echo "NodeName=node1 NodeAddr=10.0.0.9 Port=1" ;;
-  "--oneliner show job"*) echo "JobId=12 JobState=RUNNING PreemptTime=None x" ;;
+  "--oneliner show job"*)
+    echo "JobId=12 JobState=$([ -e requested ] && echo "${STATE_THEN:-RUNNING}" || echo RUNNING) PreemptTime=None x" ;;
   ping)
     said=$(sed -n 1p "$PINGS")
     sed -i 1d "$PINGS"
@@ -112,6 +113,7 @@ case "$*" in
     ;;
   requeue*)
     echo requeue >&2
+    touch requested
     if [ ! -s "$PINGS" ]; then kill -9 "$PPID"; fi
     exit 1
     ;;
@@ -121,9 +123,17 @@ esac
 
 
 def run_script(
-    folder: Path, code: int, *, pings: str | None = None, limits: str = "", task: str = SRUN, restarts: int = 0
+    folder: Path,
+    code: int,
+    *,
+    pings: str | None = None,
+    limits: str = "",
+    task: str = SRUN,
+    restarts: int = 0,
+    state_then: str = "RUNNING",
 ) -> tuple[str, int]:
-    """The batch script in `folder`/job, its task ended with `code`: what it said, and its own exit code."""
+    """The batch script in `folder`/job, its task ended with `code`: what it said, and its own exit code. `state_then`:
+    the job's, once a requeue was asked for."""
     job, programs = folder / "job", folder / "programs"
     for one in (job, programs):
         one.mkdir()
@@ -136,6 +146,7 @@ def run_script(
     place = ClusterPlace(directory=str(job), partition=None, comment="", python="python")
     (folder / "job.sbatch").write_text(batch_script(record_of(cluster_job()), place))
     settings = {"PATH": f"{programs}:{os.environ['PATH']}", "PINGS": str(folder / "pings"), "TASK_CODE": str(code)}
+    settings["STATE_THEN"] = state_then
     settings |= {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", "SLURM_RESTART_COUNT": str(restarts)}
     command = ["bash", "-c", f"{limits} exec bash {folder}/job.sbatch"]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
@@ -180,22 +191,32 @@ def test_a_loss_too_many_is_no_reason_to_start_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pings", "num_requests"),
+    ("pings", "num_requests", "is_given_up"),
     [
         # It comes back between a request and the question whether it is up.
-        ("primary=DOWN\nprimary=UP\n", 2),
-        ("primary=UP\nprimary=DOWN\nprimary=UP\n", 2),
+        ("primary=DOWN\nprimary=UP\n", 2, False),
+        ("primary=UP\nprimary=DOWN\nprimary=UP\n", 2, False),
+        # It goes and comes back between the two.
+        ("primary=UP\nprimary=UP\n", 2, False),
+        ("primary=UP\nprimary=UP\nprimary=DOWN\nprimary=UP\nprimary=UP\nprimary=UP\n", 4, False),
         # A backup that is up has not taken over yet.
-        ("primary=DOWN backup=UP\nprimary=DOWN backup=UP\n", 2),
-        ("primary=UP backup=DOWN\nprimary=UP backup=DOWN\n", 1),
+        ("primary=DOWN backup=UP\nprimary=DOWN backup=UP\n", 2, False),
+        ("primary=UP backup=DOWN\n" * 4, 2, True),
     ],
 )
 def test_a_requeue_is_given_up_where_a_controller_that_was_up_refuses_it(
-    pings: str, num_requests: int, tmp_path: Path
+    pings: str, num_requests: int, is_given_up: bool, tmp_path: Path
 ) -> None:
     said, _ = run_script(tmp_path, 75, pings=pings)
     assert said.splitlines().count("requeue") == num_requests
-    assert ("Slurm did not requeue it" in (tmp_path / "job/events").read_text()) == (num_requests == 1)
+    assert ("Slurm did not requeue it" in (tmp_path / "job/events").read_text()) == is_given_up
+
+
+def test_a_requeue_that_slurm_has_begun_itself_is_none_that_it_refuses(tmp_path: Path) -> None:
+    """It had found the lost machine meanwhile; the job was told as Stopped, and a person had to resume it."""
+    said, code = run_script(tmp_path, 75, pings="primary=UP\n" * 4, state_then="COMPLETING")
+    assert said.splitlines().count("requeue") == 1 and code == 75
+    assert not (tmp_path / "job/outcome").exists() and "Stopped" not in (tmp_path / "job/events").read_text()
 
 
 def test_a_container_sees_the_shared_folder_and_what_the_job_names() -> None:

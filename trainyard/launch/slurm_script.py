@@ -48,19 +48,28 @@ is_up() { scontrol ping | head -n 1 | grep -q ' \(is\|are\) UP'; }
 requeue() {
   event Interrupted "$$1"
   trap - TERM
+  refused=0
   for _ in {1..60}; do
     was_up=""
     if is_up; then was_up=yes; fi
     # Slurm ends this script as a part of it; in short sleeps, as the one that runs then is left behind.
     scontrol requeue "$$SLURM_JOB_ID" && for _ in {1..120}; do sleep 1; done
-    # A controller that is down, or moves to another machine, is asked again; what one refuses that was up before the
-    # question and after it stays refused.
-    [ -n "$$was_up" ] && is_up && break
+    # A controller that is down, or moves to another machine, is asked again; what one refuses twice that was up before
+    # each question and after it stays refused: in a single one it may have gone and come back.
+    if [ -n "$$was_up" ] && is_up; then
+      end_where_slurm_does
+      refused=$$(( refused + 1 ))
+    else
+      refused=0
+    fi
+    [ "$$refused" -ge 2 ] && break
     sleep 5
   done
   finish Stopped "$$1; Slurm did not requeue it" ""
 }
 of_slurm() { scontrol --oneliner show job "$$SLURM_JOB_ID" | sed -n "s/.* $$1=\\([^ ]*\\).*/\\1/p"; }
+# Slurm itself ends this start (scancel, a lost node), and says what comes next.
+end_where_slurm_does() { case "$$(of_slurm JobState)" in RUNNING | "") ;; *) exit "$$code" ;; esac; }
 
 code=0
 told=""
@@ -129,10 +138,7 @@ case "$$code" in 75 | 143) saved="saved, and asks to be resumed" ;; esac
 if [ "$$code" = 137 ] && [ -n "$$told" ]; then saved="killed: it had not saved within $kill_seconds s"; fi
 if is_loss "$$reason"; then lost=$${reason%%:*}; fi
 if [ "$$code" = 0 ]; then finish Completed "" ""; fi
-case "$$(of_slurm JobState)" in
-  RUNNING | "") ;;
-  *) exit "$$code" ;; # Slurm itself ends this start (scancel, a lost node), and says what comes next.
-esac
+end_where_slurm_does
 if [ -n "$$saved" ] && [ -e stop_requested ]; then
   case "$$saved" in killed*) finish Stopped "$$saved" "" ;; *) finish Stopped "" "" ;; esac
 fi
