@@ -170,6 +170,15 @@ def recorded(job: JobSpec, resolved: ResolvedJob, destination: str) -> JobRecord
     return record_without_tenant(job, resolved.model_copy(update={"spec": saving_at(resolved.spec, destination)}))
 
 
+def test_a_folder_whose_path_no_record_can_hold_is_one_line(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/st\xff"))
+    with pytest.raises(
+        InputError, match=r"st\\udcff.* holds no path that isn't UTF-8; name another folder, there or in T"
+    ):
+        launch_here(local_spec(tmp_path, "fine"), folder)
+    assert not folder.exists()
+
+
 def test_a_job_that_is_resumed_from_another_folder_finds_its_checkpoints(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

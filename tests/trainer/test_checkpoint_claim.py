@@ -82,6 +82,8 @@ def test_a_copy_of_the_job_is_no_start_of_it(tmp_path: Path) -> None:
                     continue
                 with pytest.raises(JobFailedError, match=r"with its output in \S+ saves there, and two jobs would"):
                     Claim(tmp_path / "saved", claimant=claimant, report=print, own_seconds=0.2)
+            with pytest.raises(InputError, match=r"process \d+ saves there"):  # where another job's is is no news
+                Claim(tmp_path / "saved", claimant=named("acme-b-2"), report=print, other_seconds=0.2)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert claimant_of(environment, tmp_path / "link") == claimant_of(environment, tmp_path / "a")
     with holder(tmp_path / "saved", environment):  # an earlier trainer's start

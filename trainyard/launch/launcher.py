@@ -418,7 +418,14 @@ def record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, s
 
 
 def with_destination(job: JobSpec, destination: str, world_size: int | None = None) -> ResolvedJob:
-    """`job` resolved, its checkpoints at `destination`."""
+    """`job` resolved, its checkpoints at `destination`; InputError for one that no record can hold."""
+    try:
+        destination.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"checkpoint.destination {destination!a}: a record holds no path that isn't UTF-8; name another folder,"
+            " there or in TRAINYARD_STATE_DIR"
+        ) from None
     checkpoint = job.checkpoint.model_copy(update={"destination": destination})
     return planner.resolve(job.model_copy(update={"checkpoint": checkpoint}), world_size=world_size)
 

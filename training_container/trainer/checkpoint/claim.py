@@ -93,8 +93,9 @@ class Claim:
                     return
                 self.close()
                 kind = InputError if is_another else JobFailedError
+                who = holder.partition(_OUTPUT)[0] if is_another else holder
                 raise kind(
-                    f"checkpoint.destination {folder}: {holder} saves there, and two jobs would overwrite each other's"
+                    f"checkpoint.destination {folder}: {who} saves there, and two jobs would overwrite each other's"
                     " checkpoints: wait for its end, stop it, or name another folder"
                 )
             if not is_another and not is_told and time.monotonic() - began > other_seconds:
