@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from trainer import export as exports
 from trainer.checkpoint.base_model import base_model_digest, weights_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.data.tokenizer import ByteTokenizer, tokenizer_of
@@ -45,7 +46,7 @@ from trainyard.spec.job import load_job
 TOKENS = torch.arange(8)[None]
 
 
-def saved_model(folder: Path, family: str | dict[str, Any], **settings: Any) -> Any:
+def saved_model(folder: Path, family: str | dict[str, Any], *, step: int = 3, **settings: Any) -> Any:
     """A model with weights of its own whose checkpoint lies in the folder."""
     job = tiny_job("single", 1, model=FAMILIES[family] if isinstance(family, str) else family, **settings)
     model = build_model(job, vocab_size=VOCAB_SIZE).eval()
@@ -56,7 +57,7 @@ def saved_model(folder: Path, family: str | dict[str, Any], **settings: Any) -> 
         if tensor.is_floating_point():
             tensor.normal_(std=0.1, generator=generator)
     averages = {f"optim.{name.removeprefix('model.')}.average": tensor / 2 for name, tensor in tensors.items()}
-    save_checkpoint(folder, tensors | (averages if settings else {}), describe_model(job.spec, model))
+    save_checkpoint(folder, tensors | (averages if settings else {}), describe_model(job.spec, model), step=step)
     return model
 
 
@@ -495,6 +496,28 @@ def test_a_checkpoint_that_may_not_be_read_is_told_as_an_export_and_no_start(
     )
     with pytest.raises(JobFailedError, match=told):
         export(Export(str(tmp_path / "job"), tmp_path / "hf"))
+
+
+def test_a_checkpoint_that_its_job_removes_meanwhile_is_no_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job with short intervals keeps two; the export of one that is gone ended with `--step takes another`."""
+    saved_model(tmp_path / "job", "Llama")
+    to_come, honest = [4, 5], exports._write
+
+    def while_it_trains(*given: Any, **options: Any) -> dict[str, Any]:
+        if to_come:
+            saved_model(tmp_path / "job", "Llama", step=to_come.pop(0))
+        return honest(*given, **options)
+
+    monkeypatch.setattr(exports, "_write", while_it_trains)
+    assert export(Export(str(tmp_path / "job"), tmp_path / "hf"))["step"] == 5
+    assert capsys.readouterr().err.count("its job no longer keeps that checkpoint; the newest is taken\n") == 2
+    for later, step in (([6, 7, 8], None), ([9], 8)):
+        to_come += later
+        with pytest.raises(JobFailedError, match=r"no longer keeps that checkpoint: export again, or a copy"):
+            export(Export(str(tmp_path / "job"), tmp_path / "more", step=step))
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_newer_checkpoint_that_was_passed_over_is_told(

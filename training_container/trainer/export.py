@@ -74,6 +74,8 @@ _TOKENIZER_FILES = (
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """What its processors of images read."""
 _GENERATION_CONFIG = "generation_config.json"
+_NUM_MISSES = 2
+"""So often the newest checkpoint may be removed by its job while it is exported."""
 _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LISTING = "export.json"
 """Of an export in S3: its files with their sizes and SHA-256, written last. Without it the export is not whole."""
@@ -106,15 +108,30 @@ def export(asked: Export) -> dict[str, Any]:
     """Write the export; what was written, as JSON values. InputError, JobFailedError or AwsRefusedError in one line."""
     to_s3 = isinstance(asked.to, str)
     try:
-        written = _to_s3(asked, asked.to) if isinstance(asked.to, str) else _to_folder(asked, asked.to)
-    except (AlteredError, MissingFileError) as error:
+        written = _to_s3(asked, asked.to) if isinstance(asked.to, str) else _newest_to_folder(asked, asked.to)
+    except AlteredError as error:
         raise JobFailedError(f"{asked.checkpoints}: {error}; --step takes another checkpoint") from None
+    except MissingFileError as error:
+        raise JobFailedError(
+            f"{asked.checkpoints}: {error}; where its job, which runs, no longer keeps that checkpoint: export again,"
+            " or a copy (`trainyard checkpoints copy`)"
+        ) from None
     except DestinationError as error:
         by_aws = to_s3 or asked.checkpoints.startswith("s3://")
         raise (AwsRefusedError if by_aws else JobFailedError)(str(error)) from None
     except OSError as error:
         raise JobFailedError(f"can't write {asked.to}: {error.strerror or error}") from None
     return {"to": str(asked.to), **written}
+
+
+def _newest_to_folder(asked: Export, to: Path) -> dict[str, Any]:
+    """As `_to_folder`, of a newer one where a job that runs has removed what was the newest: nothing is written yet."""
+    for _ in range(_NUM_MISSES if asked.step is None else 0):
+        try:
+            return _to_folder(asked, to)
+        except MissingFileError as error:
+            _report(f"{error}: its job no longer keeps that checkpoint; the newest is taken")
+    return _to_folder(asked, to)
 
 
 def _to_folder(asked: Export, to: Path) -> dict[str, Any]:

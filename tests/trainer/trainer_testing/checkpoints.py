@@ -8,12 +8,14 @@ from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.blocks import BLOCKS_SUFFIX, parse_blocks
 
 
-def save_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None = None) -> None:
-    """A committed checkpoint of step 3."""
+def save_checkpoint(
+    folder: Path, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None = None, *, step: int = 3
+) -> None:
+    """A committed checkpoint, the only one that is kept."""
     checkpointer = Checkpointer(
         str(folder), rank=0, world_size=1, local_dir=folder.parent / "local", keep_last=1, asynchronous=False
     )
-    checkpointer.save(3, tensors, extra or {}, attachments={})
+    checkpointer.save(step, tensors, extra or {}, attachments={})
     checkpointer.close()
 
 
