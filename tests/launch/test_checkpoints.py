@@ -12,6 +12,7 @@ import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -783,10 +784,14 @@ def test_a_marker_whose_answer_was_lost_is_the_copys_own(
     assert [one.is_good for one in checkpoints.list_checkpoints("s3://two/kept", s3)] == [True]
 
 
-def test_a_source_that_its_job_removes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_source_that_its_job_removes_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_of_it: bool
+) -> None:
     folder = save(tmp_path / "a", 10)
     found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
-    monkeypatch.setattr(checkpoints, "sha256", once((folder / "COMMITTED").unlink))
+    remove = partial(shutil.rmtree, folder) if all_of_it else (folder / "COMMITTED").unlink
+    monkeypatch.setattr(checkpoints, "sha256", once(remove))
     with pytest.raises(JobFailedError, match="step 10 is not copied: it was removed while it was looked at"):
         checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
     assert not (tmp_path / "b").exists()

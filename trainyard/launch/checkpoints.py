@@ -435,11 +435,21 @@ def _copy_one(source: Files, alone: _Alone, checkpoint: Checkpoint, held: Checkp
     alone.clear(checkpoint.step)
     try:
         _bring(source, alone, checkpoint)
-    except BaseException:  # Ctrl-C, too
+    except BaseException as error:  # Ctrl-C, too
         with contextlib.suppress(TrainyardError):  # what says why is the first error
             alone.give_up(checkpoint.step)
+        if isinstance(error, TrainyardError) and _is_removed(source, checkpoint.step):
+            raise JobFailedError(
+                f"checkpoint of step {checkpoint.step} is not copied: {_REMOVED}; copy again for the newest"
+            ) from None
         raise
     return f"{alone.sink.root}/{_step_folder(checkpoint.step)}/"
+
+
+def _is_removed(source: Files, step: int) -> bool:
+    with contextlib.suppress(TrainyardError):
+        return source.read(f"{_step_folder(step)}/{_MARKER}") is None
+    return False
 
 
 def _bring(source: Files, alone: _Alone, checkpoint: Checkpoint) -> None:
