@@ -143,7 +143,7 @@ def test_updates_move_the_bytes_that_their_trace_has(kind: str, layout: dict[str
 def test_autocast_has_nothing_to_cast_of_frozen_weights(adapter: str) -> None:
     """They are narrow as they lie; casting each in every pass would be a twelfth of a large model's step."""
     reckoned, counted = seconds(wide_job("llama", {"data_replicate": 8}, adapter, global_batch_size=32), 8)
-    assert reckoned == pytest.approx(counted, rel=0.03)
+    assert reckoned == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize(
