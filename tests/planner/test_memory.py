@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainyard.errors import InputError
-from trainyard.planner import predict, timing
+from trainyard.planner import exchanges, predict, timing, updates
 from trainyard.planner.activations import (
     encoder_bytes,
     gathered_tokens_bytes,
@@ -742,6 +742,8 @@ def test_checkpoints_in_the_hosts_memory_are_not_on_the_gpu() -> None:
 def test_and_take_time_where_layers_do_not_hide_them(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = predict(SEVEN | {"offload_checkpoints": "none"})["step_seconds"]
     rate = math.inf if not seconds else 32 * 4 * 4096 * 4096 * 2 / seconds
+    monkeypatch.setattr(exchanges, "PCIE_BYTES_PER_SECOND", rate)
+    monkeypatch.setattr(updates, "PCIE_BYTES_PER_SECOND", rate)
     monkeypatch.setattr(timing, "PCIE_BYTES_PER_SECOND", rate)
     more = predict(SEVEN | {"offload_checkpoints": "cpu"})["step_seconds"] - usual
     # Out and back, beside what a pass computes.

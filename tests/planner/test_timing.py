@@ -12,6 +12,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.planner import predict
 from trainyard.planner.communication import EFA, Fabric, all_gather_seconds, all_reduce_seconds, group
+from trainyard.planner.exchanges import _distinct, _sharded, expert_group, replica_seconds, waited_share
 from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.layout import Engine, Layout, Library, Precision, Recompute, ZeroSizes
 from trainyard.planner.operators import matmul_ceiling_tflops
@@ -20,15 +21,7 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import StageParams, stage_params, stages
 from trainyard.planner.step import bubble_passes
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
-from trainyard.planner.timing import (
-    _distinct,
-    _expert_group,
-    _Rank,
-    _replica_seconds,
-    _sharded,
-    step_time,
-    waited_share,
-)
+from trainyard.planner.timing import _Rank, step_time
 
 LINKS = Fabric(8, 450, 400, EFA)
 DENSE = Layout(engine="megatron", micro_batch=2, num_micro_batches=16, sequence_length=4096, precision="bf16")
@@ -370,7 +363,7 @@ def test_deepspeeds_stage_2_reduces_each_micro_batch(library: Library) -> None:
         )
         return step_time(shape, there, device, LINKS, still).data_communication
 
-    gradients, weights = _replica_seconds(shape, dataclasses.replace(layout, zero_stage=2), LINKS)
+    gradients, weights = replica_seconds(shape, dataclasses.replace(layout, zero_stage=2), LINKS)
     # Of what our own trainer's send to a part's owner alone, some is waited for; the rest hides but for a share.
     waited = waited_share(shape, dataclasses.replace(layout, zero_stage=2))
     assert (waited > 0.05) == bool(library)
@@ -427,7 +420,7 @@ def test_buckets_of_many_owners_go_to_all_ranks() -> None:
 
     def sent(ranks: int, bucket: int | None = None) -> float:
         layout = dataclasses.replace(members, shard_degree=ranks, data_parallel=ranks, zero_sizes=ZeroSizes(bucket))
-        return _replica_seconds(shape, layout, LINKS)[0]
+        return replica_seconds(shape, layout, LINKS)[0]
 
     few, many = (all_gather_seconds(4 * shape.params, group(ranks, 1, 8), LINKS) for ranks in (64, 512))
     assert sent(64) == pytest.approx(few, rel=1e-5)
@@ -677,7 +670,7 @@ def test_experts_travel_and_are_shared_along_the_axes_of_the_trainers_own_mesh(
     layout = Layout(
         tensor=tensor, expert=expert, data_parallel=shards, shard_degree=shards, zero_stage=3, library="trainyard"
     )
-    exchanging = _expert_group(layout, LINKS)
+    exchanging = expert_group(layout, LINKS)
     assert (exchanging.size, exchanging.num_nodes) == hosts_of(ranks, sizes, 1)
     dense, experts = _sharded(StageParams(3e9, 5e9), layout, LINKS)
     assert (dense[0], experts[0]) == (3e9, 5e9)
@@ -687,8 +680,8 @@ def test_experts_travel_and_are_shared_along_the_axes_of_the_trainers_own_mesh(
 
 def test_megatrons_experts_are_exchanged_by_neighbours_unless_they_are_cut() -> None:
     layout = Layout(engine="megatron", tensor=2, expert=8, data_parallel=8)
-    assert _expert_group(layout, LINKS).num_nodes == 1
-    assert _expert_group(dataclasses.replace(layout, expert_tensor=2), LINKS).num_nodes == 2
+    assert expert_group(layout, LINKS).num_nodes == 1
+    assert expert_group(dataclasses.replace(layout, expert_tensor=2), LINKS).num_nodes == 2
 
 
 def test_replicas_of_an_expert_add_up_all_of_it_that_a_rank_holds() -> None:
@@ -698,7 +691,7 @@ def test_replicas_of_an_expert_add_up_all_of_it_that_a_rank_holds() -> None:
     # Eight ranks share the rest; an expert, of which each holds as many as it has, nobody.
     held = params.dense / 8 + params.expert
     expected = all_reduce_seconds(held * 4, group(16, 8, LINKS.gpus_per_node), LINKS)
-    assert _replica_seconds(shape, layout, LINKS)[0] == pytest.approx(expected)
+    assert replica_seconds(shape, layout, LINKS)[0] == pytest.approx(expected)
 
 
 def test_the_trainers_tensor_ranks_divide_whole_experts() -> None:

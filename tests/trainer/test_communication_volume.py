@@ -15,8 +15,8 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.text_job import write_job
 from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCAB_SIZE, tiny_job
 
+from trainyard.planner.exchanges import sent_gradient_bytes
 from trainyard.planner.layout import Layout
-from trainyard.planner.timing import _sent_gradient_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +210,7 @@ def test_zero_sends_gradients_of_16_bits_in_32(in_two: dict[str, list[Counts]], 
     counts = in_two[f"zero{stage}, bf16"][0]
     layout = Layout(engine="deepspeed", library="trainyard", zero_stage=stage, precision="bf16")
     num_elements = ALL // BYTES
-    assert counts["reduce_scatter" if stage == 3 else "reduce"][1] == _sent_gradient_bytes(layout) * num_elements == ALL
+    assert counts["reduce_scatter" if stage == 3 else "reduce"][1] == sent_gradient_bytes(layout) * num_elements == ALL
     assert counts["all_gather"][1] == 2 * num_elements
 
 

@@ -14,9 +14,9 @@ from trainer_testing.agreement import STATIC, dry_run_cases
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, tiny_job
 
 from trainyard.planner import resolve
+from trainyard.planner.exchanges import num_gatherings
 from trainyard.planner.families import shape_from_config
 from trainyard.planner.layout import Layout, Recompute
-from trainyard.planner.timing import _gathers
 from trainyard.planner.trainer_layers import TrainerLayers
 
 CASES = dry_run_cases()
@@ -212,7 +212,7 @@ def test_tensor_ranks_exchange_as_often_a_layer_as_the_planner_says(recompute: R
     layout = Layout(
         engine="torch", micro_batch=1, num_micro_batches=1, sequence_length=64, precision="bf16", recompute=recompute
     )
-    assert exchanges(5) - exchanges(2) == 3 * 2 * _gathers(layout)
+    assert exchanges(5) - exchanges(2) == 3 * 2 * num_gatherings(layout)
 
 
 @pytest.mark.parametrize("parallelism", [{"data_shard": 8}, {"data_replicate": 8}])

@@ -33,6 +33,9 @@ PEER_SECONDS = 5e-6
 
 SEND_LATENCY_SECONDS = 20e-6
 
+PCIE_BYTES_PER_SECOND = 24e9
+"""One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
+
 HOST_MEMORY_GB_PER_SECOND = 110.0
 """Of its memory, what a large host's processors together get in an update of AdamW: eight ranks of a node took 2.1 s
 for a billion parameters each (github.com/stas00/ml-engineering, DeepSpeed on H200), of 28 bytes read and written."""
