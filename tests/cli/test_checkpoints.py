@@ -307,7 +307,7 @@ def test_a_copy_to_where_a_job_saves_waits_for_its_end(
 
     copied: list[str] = []
     monkeypatch.setattr("trainyard.launch.place.place_of", place_of)
-    monkeypatch.setattr("trainyard.cli.checkpoints._tenants_place", lambda *_: SimpleNamespace(s3=None))
+    monkeypatch.setattr("trainyard.cli.checkpoints.tenants_place", lambda *_: SimpleNamespace(s3=None))
     monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
     words = ["checkpoints", "copy", str(folder), to, "--step", "20", "--tenant", "acme"]
     is_refused = (place, state) == ("its own", "Training")
@@ -335,7 +335,7 @@ def test_a_copy_to_a_prefix_where_a_job_of_this_machine_saves_waits_for_its_end(
     here = SimpleNamespace(store=store, backend=SimpleNamespace(observe=lambda _: Observation(state)))
     copied: list[str] = []
     monkeypatch.setattr("trainyard.launch.place.local_place", lambda: here)
-    monkeypatch.setattr("trainyard.cli.checkpoints._tenants_place", lambda *_: SimpleNamespace(s3=None))
+    monkeypatch.setattr("trainyard.cli.checkpoints.tenants_place", lambda *_: SimpleNamespace(s3=None))
     monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
     words = ["checkpoints", "copy", str(folder), "--step", "20", "--tenant", "acme"]
     assert run([*words, "s3://acme-data/runs/one-more"]) == 0
@@ -357,7 +357,7 @@ def test_a_place_whose_job_nobody_knows_is_copied_to(
 
     copied: list[str] = []
     monkeypatch.setattr("trainyard.launch.place.place_of", place_of)
-    monkeypatch.setattr("trainyard.cli.checkpoints._tenants_place", lambda *_: SimpleNamespace(s3=None))
+    monkeypatch.setattr("trainyard.cli.checkpoints.tenants_place", lambda *_: SimpleNamespace(s3=None))
     monkeypatch.setattr("trainyard.launch.checkpoints.copy", lambda *words, **_: copied.append(words[3]) or [])
     to = "s3://kept/jobs/acme-tiny-20260131120000-1a2b"
     is_away = error is AwsAwayError
