@@ -672,9 +672,11 @@ class Session:
             # Also when interrupted: "saved, resume me" must never be said of a step that is not there.
             ran = f"all {self.num_steps} steps ran" if status == "completed" else f"stopped at step {self.step}"
             saved = self._checkpointer.last_committed_step
-            goes_on = (
-                "no checkpoint is there, so it begins anew" if saved is None else f"it continues from step {saved}"
-            )
+            goes_on = "it continues from the last checkpoint that it finds"
+            if saved is not None:
+                goes_on = f"it continues from step {saved}"
+            elif self._job.spec.checkpoint.local_directory is None:
+                goes_on = "no checkpoint is there, so it begins anew"
             raise JobFailedError(
                 f"{ran}, but the last checkpoint could not be saved: {self._checkpointer.last_error}; mend it and start"
                 f" the job again: {goes_on}"

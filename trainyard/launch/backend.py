@@ -67,6 +67,11 @@ class LogCursor:
     more: bool = False
     """The last read stopped before the end of what is there: read again at once."""
 
+    def begin_anew(self) -> None:
+        """Back to where nothing has been read: another attempt has logs of its own."""
+        self.positions.clear()
+        self.more = False
+
 
 class Backend(Protocol):
     """A place that runs jobs."""

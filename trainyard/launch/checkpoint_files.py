@@ -16,7 +16,14 @@ from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
 from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.upload_journal import journal
-from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link, is_behind, is_foreign
+from trainyard.spec.checkpoint_names import (
+    CLAIM_OUTPUT,
+    LEADS_NOWHERE,
+    MOST_CLAIM_BYTES,
+    broken_link,
+    is_behind,
+    is_foreign,
+)
 
 FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
@@ -411,7 +418,8 @@ def _lock(descriptor: int, root: str) -> None:
         fcntl.lockf(descriptor, (fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            words = os.pread(descriptor, 5000, 0).decode(errors="replace").partition("\n")[0] or "another process"
+            said = os.pread(descriptor, MOST_CLAIM_BYTES, 0).decode(errors="replace").partition("\n")[0]
+            words = said.partition(CLAIM_OUTPUT)[0] or "another process"
             raise InputError(
                 f"{root}: {words} saves there: wait for its end, stop it, or give another prefix or folder"
             ) from None

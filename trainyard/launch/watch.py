@@ -176,7 +176,7 @@ def watch(
         try:
             current = status(store, backend, job_id, options=options)
             if attempt not in (None, current.record.attempt.number):
-                cursor = LogCursor()
+                cursor.begin_anew()
             attempt = current.record.attempt.number
             # Asked before the logs are read: lines written before the end are then always seen.
             finished = current.finished or current.observation is None

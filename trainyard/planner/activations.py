@@ -68,14 +68,19 @@ READERS_OF_A_NORM = 2.5
 
 
 def keeps_narrow(layout: Layout) -> bool:
-    """Whether Megatron's linear layers are Transformer Engine's in FP8."""
+    """Whether Megatron's linear layers are Transformer Engine's in FP8 or FP4."""
     return layout.precision in ("fp8", "fp4") and layout.engine == "megatron" and layout.transformer_engine
+
+
+def narrow_bytes(layout: Layout) -> float:
+    """Of a value in FP8, or in NVFP4: four bits, and a byte of scale for each 16."""
+    return 0.5 + 1 / 16 if layout.precision == "fp4" else 1.0
 
 
 def _kept_of_input(layout: Layout) -> float:
     """Of what a product reads, the share that is kept of it for the backward pass: FP8's products keep it as they read
     it, in one byte of two (`_Linear.forward` saves the quantized input)."""
-    return 1 / layout.element_bytes if keeps_narrow(layout) else 1.0
+    return narrow_bytes(layout) / layout.element_bytes if keeps_narrow(layout) else 1.0
 
 
 def _norm_units(layout: Layout, constants: MemoryConstants) -> float:

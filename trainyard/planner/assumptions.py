@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from trainyard.hardware import Gpu
+from trainyard.planner.activations import keeps_narrow
 from trainyard.planner.constants import GIB
 from trainyard.planner.layout import Layout, Masters, Recompute
 from trainyard.planner.memory import masters_of, memory
@@ -33,6 +34,12 @@ def assumed(content: Mapping[str, Any], shape: ModelShape, layout: Layout) -> di
         taken["master_weights"] = masters_of(layout)
     if layout.method != "full" and layout.adapter == "lora":
         taken |= {"lora_rank": layout.lora_rank, "lora_targets": layout.num_lora_targets}
+    if layout.graphs_step:
+        taken["cuda_graphs"] = "step"
+    if keeps_narrow(layout) and layout.method == "full":
+        taken["fp8_param_gather"] = layout.narrow_weights
+    if layout.last_stage_layers is not None:
+        taken["last_stage_layers"] = layout.last_stage_layers
     if layout.expert > 1:
         taken["ep"] = layout.expert
     if shape.mtp_layers:

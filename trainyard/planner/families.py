@@ -43,7 +43,7 @@ from trainyard.planner.family_parts import (
     without_head_dim,
 )
 from trainyard.planner.kinds import EXPERTS, is_plain
-from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
+from trainyard.planner.known_models import BESIDE_TOWERS, KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.older_families import LEARNED_POSITIONS, OLDER_READERS
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_families import SPARSE_READERS
@@ -530,10 +530,13 @@ def normal_name(name: str) -> str:
     text = re.sub(r"\bw/o\b", "without", name.strip().lower()).rstrip("/").rsplit("/", 1)[-1]
     # A version's point as "phi-1_5", "llama3_1_8b" or "qwen-2-5-7b" write it.
     text = re.sub(r"(?<![a-z0-9])(phi-1|internlm2)_5(?!\d)", r"\1.5", text)
-    text = re.sub(r"(?<![a-z0-9])(llama[-_]?3|qwen[-_]?[23])[-_](\d)(?=[-_]\d+b(?![a-z0-9]))", r"\1.\2", text)
     text = re.sub(
-        r"(?<![a-z0-9])(nemotron[-_]3|deepseek[-_]v3|glm[-_][45]|kimi[-_]k2)[-_](\d)(?![a-z0-9])", r"\1.\2", text
+        r"(?<![a-z0-9])(llama[-_]?3|qwen[-_]?2|qwen[-_]?3(?=[-_][56][-_]))[-_](\d)(?=[-_]\d+b(?![a-z0-9]))",
+        r"\1.\2",
+        text,
     )
+    versioned = r"(?<![a-z0-9])(nemotron[-_]3|deepseek[-_]v3|glm[-_][45]|kimi[-_]k2)[-_](\d)(?![a-z0-9])"
+    text = re.sub(versioned, r"\1.\2", text)
     text = re.sub(r"(?<=-)(\d)_(\d)(?=b(?![a-z0-9]))", r"\1.\2", text)  # "stablelm-2-1_6b"
     text = re.sub(r"[_\s]+", "-", text)
     text = (
@@ -711,5 +714,8 @@ def trained_shape(config: Config) -> ModelShape:
 
 
 def shape_from_source(source: str) -> ModelShape:
-    """The shape of `model.source`, for our own trainer."""
-    return trained_shape(config_from_source(source))
+    """The shape of `model.source`, for our own trainer; NotCoveredError for a known name of what also sees."""
+    config, known = config_from_source(source), known_name(source)
+    if known in BESIDE_TOWERS and KNOWN_CONFIGS[known] is config:
+        raise NotCoveredError(f"model.source {source!r}: {known} has a vision tower, of which no formula here tells")
+    return trained_shape(config)

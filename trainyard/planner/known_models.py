@@ -610,3 +610,8 @@ PREDICT_FURTHER = frozenset(
 )
 """Known names whose configurations state one layer for a further token (num_nextn_predict_layers), of which
 transformers makes nothing."""
+
+BESIDE_TOWERS = frozenset(
+    name for name in KNOWN_CONFIGS if name.startswith(("qwen3-vl", "kimi-k2.5", "kimi-k2.6", "kimi-k2.7"))
+)
+"""Known names of what sees too, planned by `predict` as the language model that most of it is."""

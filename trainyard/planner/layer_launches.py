@@ -55,6 +55,9 @@ OF_CONTEXT, OF_CONTEXT_RANK = (9, 11), 2
 """Of a layer whose keys and values come from other ranks: put in order, repeated, attended to in two pieces; and more
 for each of these ranks, backward."""
 
+DELTA_KERNELS = 9
+"""Of a chunk of a gated delta rule, which transformers' torch code goes through one by one, either way."""
+
 OF_UNIT: Kernels = (2, 3)
 """Of what FSDP gathers at once."""
 
@@ -70,6 +73,16 @@ LOSS, CHUNK, WHOLE = (11.0, 3.0), 33.0, (16.0, 6.0)
 LATENT, LATENT_OF_BOTH = (11, 14), (17, 29)
 """Of latent attention, beside its products and norms: rotations of a part, cut off and put together again; where
 queries come through a latent, too, which is DeepSeek-V3's code."""
+
+
+MAMBA: Kernels = (85, 125)
+"""A layer that is a Mamba-2 block with its norm, in transformers' torch code, however long its sequence is."""
+
+OUTER: Kernels = (6, 2)
+"""Of a micro-batch in a stage that has no embedding."""
+
+CAST_EXPERTS: Kernels = (12, 20)
+"""More of a layer of experts under autocast."""
 
 
 def total(*parts: Kernels) -> Kernels:
@@ -93,10 +106,11 @@ class LayerLaunches:
         """Forward, backward and computed again, of all that a pipeline's rank has."""
         shape, share = self.shape, stage.layers / self.shape.layers
         attention, dense, routed = self.attention(), self._block(shape.ffn), self._routed()
-        delta = total(attention, times(9 * self.layout.sequence_length / DELTA_CHUNK, (1, 1)))
+        delta = total(attention, times(DELTA_KERNELS * self.layout.sequence_length / DELTA_CHUNK, (1, 1)))
         layers = total(
             times(shape.num_attentions, attention),
-            times(shape.delta_layers + shape.mamba_layers, delta),
+            times(shape.delta_layers, delta),
+            times(shape.mamba_layers, MAMBA),
             times(shape.num_mlps, dense),
             times(shape.moe_layers, routed),
         )
@@ -110,12 +124,12 @@ class LayerLaunches:
         into = 1 if shape.fused_qkv else 3
         if shape.kv_lora_rank:
             into = 4 if shape.q_lora_rank else 3
-        parts = [CORE, self._norms(shape.norms_per_layer / (1 if shape.parallel_residual else 2))]
+        parts = [CORE, self._norms(shape.norms_per_layer if shape.parallel_residual else self._norms_a_block)]
         parts.append(self._products(into + 1, into, (1 if shape.fused_qkv else 3) * shape.qkv_bias + shape.output_bias))
         if shape.kv_lora_rank:
             parts.append(LATENT_OF_BOTH if shape.q_lora_rank else LATENT)
             parts.append(times(1 + (shape.q_lora_rank > 0), NORM.get(self._layers.inner_norm, (1, 1))))
-        elif not (shape.learned_positions or shape.alibi):
+        elif not (shape.learned_positions or shape.alibi or shape.is_hybrid):
             parts.append(ROTATION)
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             parts.append(times(2, NORM.get(self._layers.inner_norm, (1, 1))))
@@ -132,7 +146,7 @@ class LayerLaunches:
         """A feed-forward block with its norms."""
         if not width:
             return 0.0, 0.0
-        norms = self._norms(0 if self.shape.parallel_residual else self.shape.norms_per_layer / 2)
+        norms = self._norms(0 if self.shape.parallel_residual else self._norms_a_block)
         return total(norms, self._mlp())
 
     def _mlp(self) -> Kernels:
@@ -147,7 +161,7 @@ class LayerLaunches:
         shape = self.shape
         if not shape.moe_layers:
             return 0.0, 0.0
-        parts = [self._norms(shape.norms_per_layer / 2), ROUTED]
+        parts = [self._norms(self._norms_a_block), ROUTED]
         if shape.wide_router and (shape.q_lora_rank or not shape.kv_lora_rank):
             parts.append(CHOSEN_OF_GROUPS)
         if self.layout.expert_split > 1:
@@ -155,7 +169,7 @@ class LayerLaunches:
         if shape.shared_ffn:
             parts += [self._mlp(), times(shape.shared_gate, (2, 4))]
         if self._layers.is_autocast and not self._layers.is_frozen:
-            parts.append((12, 20))
+            parts.append(CAST_EXPERTS)
         return total(*parts)
 
     def _norms(self, number: float) -> Kernels:
@@ -194,7 +208,7 @@ class LayerLaunches:
         return 0.0, adds * weight_tensors(self.shape, layout, stage).count
 
     def _ends(self, stage: Stage) -> Kernels:
-        parts = [EMBEDDED] if stage.embedding else [(6.0, 2.0)]
+        parts = [EMBEDDED] if stage.embedding else [OUTER]
         if stage.head:
             if self._layers.loss_is_in_head:
                 chunk = min(float(self.layout.loss_chunk_tokens or 1), self._layers.tokens)
@@ -215,6 +229,11 @@ class LayerLaunches:
         products += shape.num_mlps * (1 + shape.gated_mlp)
         unpacked = UNPACKED * products if self.layout.method == "qlora" else 0.0
         return forward - products - layers - unpacked
+
+    @property
+    def _norms_a_block(self) -> float:
+        """A hybrid's layers have one block each."""
+        return self.shape.norms_per_layer / (1 if self.shape.is_hybrid else 2)
 
     @property
     def _layers(self) -> TrainerLayers:

@@ -14,6 +14,7 @@ from trainyard.planner.activations import (
     layer_activation_bytes,
     logits_bytes,
     mtp_bytes,
+    narrow_bytes,
     pipeline_buffer_bytes,
 )
 from trainyard.planner.adapters import adapter_params
@@ -299,19 +300,18 @@ def workspace_bytes(layout: Layout, *, experts: bool = False) -> float:
 
 
 NARROW_COPIES = 2
-"""Bytes of a weight that FP8's products read beside the one that is trained: as forward and as backward products need
-it, in a byte each."""
+"""Of a weight, what narrow products read beside the one that is trained: as forward and as backward ones need it."""
 
 
 def _narrow_copies(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:
-    """Of Transformer Engine's linear layers in FP8, made once a step for all of its micro-batches, and kept (its
+    """Of Transformer Engine's linear layers in FP8 or FP4, made once a step for all of its micro-batches, and kept (its
     `get_weight_workspace`); where the weights themselves are in FP8 (`--fp8-param-gather`) there are no others."""
     if layout.narrow_weights or layout.method != "full" or not keeps_narrow(layout):
         return 0.0
     matrices = num_vocabulary_matrices(shape, layout, stage)
     ends = shape.vocab * shape.hidden / vocabulary_split(shape, layout) * matrices
     share = 1 / layout.shard_degree if layout.zero_stage == 3 else 1.0
-    return NARROW_COPIES * max(params.total - ends, 0.0) * share
+    return NARROW_COPIES * narrow_bytes(layout) * max(params.total - ends, 0.0) * share
 
 
 def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:

@@ -33,6 +33,7 @@ from trainyard.planner.request_framework import (
     RECIPES,
     SHARDING,
     engine_of,
+    exchanges_experts,
     graphs_step,
     has_flash,
     kernels_of,
@@ -43,7 +44,7 @@ from trainyard.planner.request_framework import (
     year_of,
 )
 from trainyard.planner.request_network import links_of, reads_links
-from trainyard.planner.request_shape import shape_of, stated_size, with_further_tokens
+from trainyard.planner.request_shape import predicts_further, shape_of, stated_size, with_further_tokens
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, Constants
 from trainyard.planner.timing import step_time, time_spread
@@ -250,8 +251,10 @@ def understand(content: Mapping[str, Any]) -> Question:
     degrees = {name: fields.whole(name, 1) for name in ("tp", "pp", "cp", "ep")}
     split = degrees["tp"] * degrees["pp"] * degrees["cp"]
     gpus = fields.whole("gpus", split * fields.whole("dp", 1))
-    if fields.given("expert_exchange") and not fields.given("ep"):
-        degrees["ep"] = _spread_of_exchanged(shape, gpus // degrees["pp"])
+    engine = engine_of(fields, gpus, split)
+    if not fields.given("ep") and exchanges_experts(fields, engine):
+        ranks = gpus // degrees["pp"] // fields.whole("expert_tp", 1)
+        degrees["ep"] = _spread_of_exchanged(shape, ranks)
     _check_divides(shape, degrees)
     data_parallel, rest = divmod(gpus, split)
     if rest or not data_parallel:
@@ -263,12 +266,12 @@ def understand(content: Mapping[str, Any]) -> Question:
         raise InputError(
             f"ep {degrees['ep']}: ep x expert_tp = {expert_split} must divide tp x cp x dp = {gpus // degrees['pp']}"
         )
-    engine = engine_of(fields, gpus, split)
-    known, shape = shape, with_further_tokens(fields, shape, engine)
+    shape = with_further_tokens(fields, shape, engine)
     layout = _layout(fields, shape, degrees, data_parallel, engine, device)
-    if shape is not known and layout.pipeline > 1 and layout.last_stage_layers is None:
+    is_recipes = shape.mtp_layers > 0 and predicts_further(fields, engine)
+    if is_recipes and layout.pipeline > 1 and layout.last_stage_layers is None:
         layout = dataclasses.replace(layout, last_stage_layers=_layers_beside_ends(shape, layout.pipeline))
-    if layout.unfused and shape.indexer is not None:
+    if shape.indexer is not None and (layout.unfused or layout.library or engine in ("plain", "deepspeed")):
         raise InputError(
             f"framework {fields.text('framework')!r}: writes all scores of this model's attention out, which no "
             "formula here tells; name a framework with kernels for it, e.g. megatron-core"
@@ -333,7 +336,7 @@ MOST_EXPERT_RANKS = 64
 
 def _spread_of_exchanged(shape: ModelShape, ranks: int) -> int:
     """Over how many ranks experts are spread where somebody says how tokens get to them, but not that: as many of a
-    pipeline stage's as the experts can be dealt out to."""
+    pipeline stage's `ranks` (those that share an expert as one) as the experts can be dealt out to."""
     most = math.gcd(shape.experts, ranks) if shape.experts and ranks else 1
     return max(size for size in range(1, min(most, MOST_EXPERT_RANKS) + 1) if most % size == 0)
 

@@ -227,7 +227,13 @@ THIS_YEAR = 2026.0
 
 
 def year_of(fields: Fields) -> float:
-    """When the framework's version appeared, from its words: "2024-08", "26.04" (containers' names), "2021"."""
+    """When the framework's version appeared; this year's where nobody says."""
+    stated = _stated_year(fields)
+    return THIS_YEAR if stated is None else stated
+
+
+def _stated_year(fields: Fields) -> float | None:
+    """The same from its words: "2024-08", "26.04" (containers' names), "2021"."""
     text = f"{fields.text('framework_version')} {fields.text('framework')}"
     dated = re.search(r"\b(20[12]\d)(?:-(\d\d))?", text)
     if dated:
@@ -240,7 +246,12 @@ def year_of(fields: Fields) -> float:
         return TORCH_TAKES_CUDNN
     # Megatron-DeepSpeed is of 2022, FSDP's first version of 2023: later ones would be called something else.
     usual = {"megatron-deepspeed": 2022.5, "fsdp1": 2023.5}
-    return next((year for word, year in usual.items() if word in text.lower()), THIS_YEAR)
+    return next((year for word, year in usual.items() if word in text.lower()), None)
+
+
+def exchanges_experts(fields: Fields, engine: Engine) -> bool:
+    """Whether somebody says how tokens get to experts, of a framework that sends them to any."""
+    return bool(fields.text("expert_exchange")) and (engine == "megatron" or "automodel" in words_of(fields))
 
 
 WEIGHS_INSIDE_SINCE = 2025.5
@@ -249,9 +260,11 @@ Values of its own tests have experts' results all the same, to a percent, so tha
 
 
 def _weighs_inside(fields: Fields, text: str) -> bool:
-    """Megatron-Bridge is younger than that."""
-    year = year_of(fields)
-    return "bridge" in text or (year >= WEIGHS_INSIDE_SINCE and year != THIS_YEAR)
+    """Megatron-Bridge is younger than that; of Megatron's own core by its number, or its day."""
+    if "megatron" not in text and not any(word in text for word in RECIPES):
+        return False  # nanotron and others have code of their own
+    is_said = _stated_year(fields) is not None and year_of(fields) >= WEIGHS_INSIDE_SINCE
+    return "bridge" in text or is_said or re.search(r"(?<![\d.])0\.(1[3-9]|[2-9]\d)(?!\d)", text) is not None
 
 
 STEP_GRAPHS_SINCE = 2026.4
@@ -266,13 +279,14 @@ def graphs_step(fields: Fields, shape: ModelShape, layout: Layout, device: Gpu) 
     """
     is_usual = (
         layout.engine == "megatron"
+        and any(word in words_of(fields) for word in RECIPES)
         and layout.year > STEP_GRAPHS_SINCE
         and layout.precision == "fp8"
         and device.generation == "blackwell"
         and shape.experts > 0
         and not shape.is_hybrid
     )
-    stated = fields.choice("cuda_graphs", "step" if is_usual else "layers", ("none", "layers", "step"))
+    stated = fields.choice("cuda_graphs", "step" if is_usual else "layers", ("layers", "step"))
     return stated == "step"
 
 

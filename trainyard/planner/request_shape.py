@@ -19,6 +19,7 @@ from trainyard.planner.kinds import other_kinds
 from trainyard.planner.known_models import PREDICT_FURTHER
 from trainyard.planner.layout import Engine
 from trainyard.planner.request_fields import Fields
+from trainyard.planner.request_framework import RECIPES
 from trainyard.planner.shapes import ModelShape
 
 
@@ -40,7 +41,21 @@ def _with_rows_and_mixture(fields: Fields, shape: ModelShape, base: ModelShape |
         share = shape.layers / base.layers
         mixture = {name: round(getattr(base, name) * share) for name in ("mamba_layers", "attention_layers")}
         shape = dataclasses.replace(shape, **mixture)
+    if base is not None and base.indexer is not None and shape.layers != base.layers:
+        shape = _with_choosing_layers(shape, base.layers)
     return shape
+
+
+def _with_choosing_layers(shape: ModelShape, of: int) -> ModelShape:
+    """Of a cut or longer model that chooses or compresses what it sees, as many of its layers as do so in `of`."""
+    assert shape.indexer is not None
+    share = shape.layers / of
+    indexer = dataclasses.replace(shape.indexer, layers=round(shape.indexer.layers * share))
+    compression = shape.compression
+    if compression is not None:
+        kinds = {name: round(getattr(compression, name) * share) for name in ("chosen_layers", "heavy_layers")}
+        compression = dataclasses.replace(compression, **kinds)
+    return dataclasses.replace(shape, indexer=indexer, compression=compression)
 
 
 def _is_label(fields: Fields) -> bool:
@@ -104,7 +119,8 @@ def shape_of(fields: Fields) -> ModelShape:
     )
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated_mlp", "tied_embeddings")
     shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
-    shape = _with_experts(fields, _with_rows_and_mixture(fields, shape, base))
+    has_blocks = base is None or base.ffn > 0 or fields.given("ffn")
+    shape = _with_experts(fields, _with_rows_and_mixture(fields, shape, base), has_blocks=has_blocks)
     shape = _with_encoder(fields, shape)
     if fields.flag("mla", False) and not shape.kv_lora_rank:
         # DeepSeek's sizes, which those who follow it keep.
@@ -124,13 +140,19 @@ def with_further_tokens(fields: Fields, shape: ModelShape, engine: Engine) -> Mo
     That it trains them tell the FLOPs behind what Megatron-Bridge prints: DeepSeek-V3's of 26.08 are 260 GFLOP a token,
     with that layer, and those of its line "w/o MTP" 250. transformers and what is built on it leave the layer out.
     """
-    is_said = fields.given("mtp_layers") or NO_FURTHER_TOKENS.search(
-        f"{fields.text('model')} {fields.text('framework')}"
-    )
-    if engine != "megatron" or is_said or known_name(fields.text("model")) not in PREDICT_FURTHER:
+    words = f"{fields.text('model')} {fields.text('framework')}"
+    if fields.given("mtp_layers") or NO_FURTHER_TOKENS.search(words) or not predicts_further(fields, engine):
         return shape
+    return dataclasses.replace(shape, mtp_layers=1)
+
+
+def predicts_further(fields: Fields, engine: Engine) -> bool:
+    """Whether Megatron trains a whole known model whose configuration states a layer for a further token."""
+    is_megatron = engine == "megatron" and any(
+        word in fields.text("framework").lower() for word in ("megatron", *RECIPES)
+    )
     is_whole = not fields.given("layers") and fields.text("method").lower() in ("", "full")
-    return dataclasses.replace(shape, mtp_layers=1) if is_whole else shape
+    return is_megatron and is_whole and known_name(fields.text("model")) in PREDICT_FURTHER
 
 
 def _block(*, gated: bool) -> dict[str, Any]:
@@ -192,8 +214,10 @@ def _known_shape(fields: Fields, params_b: float | None) -> ModelShape | None:
     )
 
 
-def _with_experts(fields: Fields, shape: ModelShape) -> ModelShape:
+def _with_experts(fields: Fields, shape: ModelShape, *, has_blocks: bool) -> ModelShape:
     experts = fields.whole("experts", shape.experts, least=0)
+    if experts <= 1 and shape.experts and not (shape.is_hybrid or has_blocks):
+        raise InputError(f"experts {experts}: this model has no feed-forward block without experts; state ffn")
     if experts <= 1:
         return dataclasses.replace(shape, experts=0, experts_per_token=0, moe_ffn=0)
     return dataclasses.replace(

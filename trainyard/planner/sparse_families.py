@@ -90,13 +90,14 @@ def _at_least_one(config: Config, default: int, name: str) -> int:
 
 def _choosing(config: Config, layers: int) -> int:
     """Layers with an indexer of their own: as listed, by a pattern of F and S, or one of so many from an offset on."""
-    kinds = one_per_layer(config, "indexer_types", layers)
-    if kinds is None and isinstance(pattern := config.get("index_topk_pattern"), str):
-        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-    if kinds is not None:
-        if set(map(str, kinds)) - {"full", "shared"}:
-            raise InputError("model.config.indexer_types: must be a list of full and shared (one a layer)")
-        return kinds.count("full")
+    name = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"
+    if (stated := config.get(name)) is not None:
+        letters = {"F": "full", "S": "shared"}
+        listed_kinds = [letters.get(letter, letter) for letter in stated] if isinstance(stated, str) else stated
+        kinds = one_per_layer({name: listed_kinds}, name, layers)
+        if set(map(str, kinds or [])) - {"full", "shared"}:
+            raise InputError(f"model.config.{name}: must be a list of full and shared (one a layer)")
+        return (kinds or []).count("full")
     step = max(number(config, 1, "index_topk_freq"), 1)
     offset = number(config, 2, "index_skip_topk_offset")
     return sum(max(index - offset + 1, 0) % step == 0 for index in range(layers))
@@ -151,7 +152,7 @@ def _v4_layers(config: Config, layers: int) -> list[Any]:
     predicts a further token), else two of many positions and then in turns."""
     kinds = listed(config, "layer_types")
     if kinds is None and (ratios := listed(config, "compress_ratios")) is not None:
-        if any(ratio not in RATIOS for ratio in ratios):
+        if any(not isinstance(ratio, int) or ratio not in RATIOS for ratio in ratios):
             raise InputError(f"model.config.compress_ratios: must be a list of {', '.join(map(str, RATIOS))}")
         kinds = [RATIOS[ratio] for ratio in ratios]
     if kinds is None:

@@ -195,7 +195,7 @@ def vision_language_memory(shape: VisionLanguageShape, layout: Layout, *, frozen
 
 TOWER_LAUNCHES = (0.3, 1.0)
 """Launching a tower's layer, forward and backward, over a Llama's: 14 and 46 kernels of CLIP's, as traced, 45 counted
-of the other's (`traced.KERNELS_A_LAYER`)."""
+of the other's (`launches.KERNELS_A_LAYER`)."""
 
 
 def vision_language_step(

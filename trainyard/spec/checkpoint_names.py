@@ -8,6 +8,13 @@ from typing import Any
 LEADS_NOWHERE = "is a link to what isn't there (is its disk mounted?)"
 """Said of a link in whose place checkpoints may be: who takes it for nothing begins the job anew."""
 
+CLAIM_OUTPUT = ", with its output in "
+"""In a claim's file (`.in_use`), between the job that saves there and its output's folder, which is nobody else's to
+know."""
+
+MOST_CLAIM_BYTES = 5000
+"""Of what a claim's file says: the longest path that there may be, and a little."""
+
 _ADDRESS = re.compile(r"(s3[an]?|arn|gs|https?|file):", re.IGNORECASE)
 
 
@@ -20,7 +27,7 @@ def is_foreign(place: str) -> bool:
 def why_not_written(place: str) -> str | None:
     """Why nothing is to be written to a place that somebody has just typed; None: it is a folder, or s3://. A folder
     called `~` or `gs:` would be made where one is, and who looks for it where it says finds nothing."""
-    if place.partition("/")[0] == "~":
+    if place.lstrip().startswith("~"):
         return "only a shell takes ~ for a home; write the whole path"
     return "must be an s3:// prefix or a folder" if is_foreign(place) else None
 

@@ -303,7 +303,7 @@ class Checkpointer:
             full, passes_tier = self._is_still_full(step)
         if full:
             # The rank that lacks it has said so.
-            before = "there is none before it" if self.last_committed_step is None else "the one before it is kept"
+            before = "none is at its destination" if self.last_committed_step is None else "the one before it is kept"
             self._failed(step, f"a disk is too full for it; {before}")
             return
         if changed:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainer.heartbeat import beat
 from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.checkpoint_names import CLAIM_OUTPUT, MOST_CLAIM_BYTES
 
 CLAIM_FILE = ".in_use"
 _OWN_SECONDS = 60.0
@@ -26,9 +27,6 @@ _LOOK_SECONDS = 0.2
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _AS_IT_LIES = os.O_NOFOLLOW | os.O_NONBLOCK
 """Not what a link names, which may be a file of this user's that somebody else wants changed; nor wait for a pipe."""
-_OUTPUT = ", with its output in "
-_MOST_BYTES = 5000
-"""Of what a claim's file says: the longest path that there may be, and a little."""
 _NUM_TRIES = 5
 """Of taking a file that others replace meanwhile."""
 
@@ -85,7 +83,7 @@ class Claim:
         while (holder := self._taken()) is not None:
             is_namesake = claimant.tells_starts and holder.startswith(f"{claimant.name} ")
             # Of one job that was copied the two may run at once.
-            is_own = is_namesake and holder.partition(_OUTPUT)[2] in ("", _as_read(claimant.output))
+            is_own = is_namesake and holder.partition(CLAIM_OUTPUT)[2] in ("", _as_read(claimant.output))
             is_another = claimant.tells_starts and not is_namesake
             if time.monotonic() - began > (other_seconds if is_another else own_seconds):
                 if is_own:  # a start must not be lost to one that can't end
@@ -93,7 +91,7 @@ class Claim:
                     return
                 self.close()
                 kind = InputError if is_another else JobFailedError
-                who = holder.partition(_OUTPUT)[0] if is_another else holder
+                who = holder.partition(CLAIM_OUTPUT)[0] if is_another else holder
                 raise kind(
                     f"checkpoint.destination {folder}: {who} saves there, and two jobs would overwrite each other's"
                     " checkpoints: wait for its end, stop it, or name another folder"
@@ -187,7 +185,7 @@ class Claim:
             fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
-                words = os.pread(self._descriptor, _MOST_BYTES, 0).decode(errors="replace").partition("\n")[0]
+                words = os.pread(self._descriptor, MOST_CLAIM_BYTES, 0).decode(errors="replace").partition("\n")[0]
                 return words or "another process"
         return None
 
@@ -196,7 +194,7 @@ class Claim:
             return
         with suppress(OSError):  # a full disk costs the name
             os.ftruncate(self._descriptor, 0)
-            output = f"{_OUTPUT}{claimant.output}" if claimant.output else ""
+            output = f"{CLAIM_OUTPUT}{claimant.output}" if claimant.output else ""
             line = f"{claimant.name} on {socket.gethostname()}, process {os.getpid()}{output}\n"
             os.pwrite(self._descriptor, os.fsencode(line), 0)
 
