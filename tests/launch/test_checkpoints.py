@@ -652,7 +652,7 @@ def test_nothing_is_copied_to_where_a_job_saves_now(tmp_path: Path) -> None:
     if (pid := os.fork()) == 0:  # a lock is its process's
         with claim.open("w") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
-            file.write("acme-a-1 on algo-1, process 7\n")
+            file.write("acme-a-1 on algo-1, process 7, with its output in /home/acme/out\n")
             file.flush()
             os.write(theirs, b"1")
             signal.pause()

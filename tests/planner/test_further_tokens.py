@@ -111,7 +111,7 @@ def test_other_recipes_are_launched_as_before(other: dict[str, Any]) -> None:
 
 
 def test_another_word_for_graphs_is_one_line() -> None:
-    with pytest.raises(InputError, match=re.escape("cuda_graphs: must be one of none, layers, step")):
+    with pytest.raises(InputError, match=re.escape("cuda_graphs: must be one of layers, step")):
         predict({**QWEN, "cuda_graphs": "all"})
 
 
@@ -124,3 +124,35 @@ def test_experts_that_somebody_exchanges_are_spread() -> None:
     assert "ep" not in predict(asked).get("assumed", {})
     assert predict({**told, "gpus": 24})["assumed"]["ep"] == 8  # of 128 experts
     assert "ep" not in predict({**told, "model": "llama-3.1-8b"})["assumed"]
+    assert predict({**told, "tp": 2, "expert_tp": 2})["assumed"]["ep"] == 32
+
+
+@pytest.mark.parametrize("framework", ["transformers", "DeepSpeed", "torchtitan", "litgpt"])
+def test_where_no_framework_sends_tokens_to_experts_they_stay(framework: str) -> None:
+    asked = {"model": "qwen3-30b-a3b", "gpu": "H100", "gpus": 64, "micro_batch": 1, "framework": framework}
+    assert predict({**asked, "expert_exchange": "nccl"}) == predict(asked)
+    assert predict({**asked, "expert_exchange": ""}) == predict(asked)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [V3, {**V3, "gpus": 1024, "pp": 16, "vp": 1}, {**QWEN, "framework_version": "26.08"}],
+    ids=["V3", "deep", "graphs"],
+)
+def test_who_states_what_was_taken_gets_the_same(request_: dict[str, Any]) -> None:
+    answer = predict(request_)
+    for name, value in answer["assumed"].items():
+        assert predict({**request_, name: value})["step_seconds"] == answer["step_seconds"], name
+
+
+@pytest.mark.parametrize("framework", ["nanotron", "Megatron-LM", "Megatron-DeepSpeed"])
+def test_recipes_graphs_are_no_other_frameworks(framework: str) -> None:
+    request = {**QWEN, "framework": framework, "framework_version": "2026-07"}
+    assert "cuda_graphs" not in predict(request)["assumed"]
+
+
+def test_fp4_copies_are_smaller_than_fp8s() -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "B200", "gpus": 8, "framework": "megatron-core", "micro_batch": 1}
+    fp8, fp4 = (predict({**asked, "precision": name})["resting_memory_gib"] for name in ("fp8", "fp4"))
+    linears = shape_of_known("llama-3.1-8b").params - 2 * 128256 * 4096
+    assert (fp8 - fp4) * 2**30 == pytest.approx(2 * (1 - 0.5625) * linears, rel=0.001)

@@ -92,6 +92,8 @@ def test_every_known_model_has_the_parameters_that_transformers_counts(name: str
         ("Qwen3 235B", "qwen3-235b"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3-vl-30b-a3b"),
         ("llama3-405b", "llama-3-405b"),
+        ("qwen3-0_6b", "qwen3-0.6b"),
+        ("Qwen3-1_7B", "qwen3-1.7b"),
         # Another's sizes, or nobody's.
         ("Qwen3-30B-A1B", None),
         ("DeepSeek-V4.1-Flash", None),

@@ -11,6 +11,7 @@ from trainyard.errors import InputError
 from trainyard.planner import predict, timing
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.families import shape_from_config, shape_of_known
+from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.plan import plan
 from trainyard.planner.predict import Question, understand
 from trainyard.planner.sparse_attention import Indexer
@@ -81,7 +82,7 @@ def test_more_positions_never_cost_a_token_less_and_few_are_seen_of_many() -> No
 
 
 REQUEST = {"model": "deepseek-v4-flash", "gpu": "GB300", "gpus": 128, "ep": 64, "seq": 4096, "micro_batch": 1}
-REQUEST |= {"global_batch": 2048, "framework": "megatron-core", "precision": "fp8", "zero": 1}
+REQUEST |= {"global_batch": 2048, "framework": "megatron-core", "precision": "fp8", "sharding": "zero1"}
 
 
 def test_residual_streams_and_recomputation_are_counted() -> None:
@@ -104,17 +105,19 @@ def test_a_longer_sequence_costs_a_v4_less_than_a_model_that_sees_it_all() -> No
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v3.2", "glm-5.2"])
-def test_layouts_share_memory_and_time_never_grows_with_ranks(name: str) -> None:
-    random.seed(7)
+def test_a_rank_holds_no_more_with_more_ranks(name: str) -> None:
+    draws = random.Random(7)
     for _ in range(6):
-        tensor, pipeline = random.choice([1, 2, 4]), random.choice([1, 2])
+        tensor, pipeline = draws.choice([1, 2, 4]), draws.choice([1, 2])
         request = {**REQUEST, "model": name, "tp": tensor, "pp": pipeline, "gpus": 512, "micro_batch": 1}
         state = predict(request)["model_state_gib"]
         assert predict({**request, "tp": 2 * tensor})["model_state_gib"] <= state
         assert predict({**request, "pp": 2 * pipeline})["model_state_gib"] <= state
 
 
-@pytest.mark.parametrize("framework", ["transformers", "accelerate with transformers"])
+@pytest.mark.parametrize(
+    "framework", ["transformers", "accelerate with transformers", "DeepSpeed", "litgpt", "unsloth"]
+)
 def test_a_framework_that_writes_scores_out_is_refused_in_one_line(framework: str) -> None:
     with pytest.raises(InputError, match=r"^framework '.*': writes all scores .* name a framework with kernels"):
         predict({**REQUEST, "framework": framework})
@@ -141,7 +144,9 @@ def test_our_own_trainers_job_is_planned_by_a_dry_run(job: Callable[..., JobSpec
         ({"model_type": V32, "index_topk": "many"}, "index_topk: must be a whole number"),
         ({"model_type": V32, "q_lora_rank": None}, "q_lora_rank: must be at least 1"),
         ({"model_type": GLM, "indexer_types": ["full"]}, "indexer_types: must have one entry for each of 4 layers"),
-        ({"model_type": GLM, "index_topk_pattern": "FSXF"}, "indexer_types: must be a list of full and shared"),
+        ({"model_type": GLM, "index_topk_pattern": "FSXF"}, "index_topk_pattern: must be a list of full and shared"),
+        ({"model_type": GLM, "index_topk_pattern": "FF"}, "index_topk_pattern: must have one entry for each of 4"),
+        ({"model_type": V4, "compress_ratios": [[0], 4, 4, 4]}, "compress_ratios: must be a list of 0, 4, 128"),
     ],
     ids=str,
 )
@@ -191,3 +196,15 @@ def test_choosing_among_many_positions_takes_time_itself() -> None:
         for shape in (question.shape, dataclasses.replace(question.shape, indexer=few))
     ]
     assert seconds[0] > 1.5 * seconds[1]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("deepseek-v3.2", 4), ("deepseek-v4-flash", 4), ("glm-5", 8)])
+def test_a_model_cut_short_chooses_in_as_few_layers(name: str, layers: int) -> None:
+    """As its own configuration of so many layers, to one of each kind."""
+    cut = understand({**REQUEST, "model": name, "layers": layers}).shape
+    own = shape_from_config({**KNOWN_CONFIGS[name], "num_hidden_layers": layers})
+    assert cut.indexer is not None and own.indexer is not None
+    assert abs(cut.indexer.layers - own.indexer.layers) <= 1
+    if cut.compression is not None and own.compression is not None:
+        assert cut.compression.chosen_layers + cut.compression.heavy_layers <= layers
+        assert abs(cut.compression.heavy_layers - own.compression.heavy_layers) <= 1

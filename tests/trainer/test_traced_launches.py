@@ -27,6 +27,11 @@ EXPERTS = {
     **{"decoder_sparse_step": 1, "norm_topk_prob": True},
 }
 
+HYBRID = {
+    **{"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*M-", "head_dim": 128, "mamba_num_heads": 32},
+    **{"mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+}
+
 
 def small_job(
     layout: dict[str, Any],
@@ -45,7 +50,10 @@ def small_job(
         job = cases.few_layers(layout, model, **settings)
     else:
         job = cases.adapted(layout, adapter, model, **settings)
-    return job.model_copy(update={"data": job.data.model_copy(update={"sequence_length": sequence_length})})
+    data: dict[str, Any] = {"sequence_length": sequence_length}
+    if model["model_type"] == "nemotron_h":
+        data["document_masks"] = False
+    return job.model_copy(update={"data": job.data.model_copy(update=data)})
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -124,6 +132,7 @@ def test_small_updates_take_what_launching_them_does(adapter: str | None) -> Non
         ({"data_shard": 4}, {}, None, {}),
         ({"data_replicate": 1}, {"model_type": "olmo2"}, None, {}),
         ({"data_shard": 4}, EXPERTS, None, {}),
+        ({"data_shard": 4}, HYBRID, None, {}),
         pytest.param({"data_shard": 4, "expert": 2}, EXPERTS, None, {}, marks=pytest.mark.slow),
         pytest.param(
             {"data_shard": 4}, EXPERTS, None, {"activation_checkpointing": "selective"}, marks=pytest.mark.slow
@@ -143,7 +152,7 @@ def test_layers_launch_the_kernels_that_their_trace_has(
     layout: dict[str, Any], more: dict[str, Any], adapter: str | None, training: dict[str, Any]
 ) -> None:
     """Both passes: a step of small layers takes what launching these does."""
-    job = small_job(layout, more | {"num_hidden_layers": 6}, adapter=adapter, **training)
+    job = small_job(layout, {"num_hidden_layers": 6} | more, adapter=adapter, **training)
     resolved, shape = planner.resolve(job, world_size=world_size(layout)), shape_of(job)
     assert shape is not None
     there = layout_of_resolved(job, resolved)
