@@ -12,9 +12,10 @@ from trainyard.hardware import instance
 from trainyard.launch.tracing import known_configuration
 from trainyard.planner import resolve, search
 from trainyard.planner.candidates import Rules, layouts, split_of
+from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.facts import check_job, facts_of
 from trainyard.planner.families import config_from_source
-from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
+from trainyard.planner.known_models import BESIDE_TOWERS, KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.memory import memory
 from trainyard.planner.reading import layout_of, machines_of, model_type_of, required_shape
 from trainyard.planner.resolve import fits, micro_batch_sizes
@@ -146,7 +147,13 @@ def test_capped_scores_are_written_out_and_kept(job: MakeJob, tmp_path: Path, pr
     assert found["stated"] - found["fused"] == (softmax + element) * 16 * 8192**2
 
 
-@pytest.mark.parametrize("name", sorted(STAND_INS))
+@pytest.mark.parametrize("name", sorted(BESIDE_TOWERS))
+def test_a_job_of_what_also_sees_is_not_planned_as_what_reads_alone(job: MakeJob, name: str) -> None:
+    with pytest.raises(NotCoveredError, match=rf"model.source '{name}': .* has a vision tower"):
+        required_shape(job(model={"source": name}))
+
+
+@pytest.mark.parametrize("name", sorted(STAND_INS - BESIDE_TOWERS))
 def test_sizes_written_as_another_familys_say_nothing_of_the_models_own(
     job: MakeJob, tmp_path: Path, name: str
 ) -> None:
