@@ -1236,7 +1236,9 @@ def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, m
     assert job.said[2].startswith(kept)
     first = Job(f"{destination}/else", tmp_path)
     first.save(1)
-    assert first.said[1].startswith("checkpoint step=1 not committed: a disk is too full for it; none is at its destination")
+    assert first.said[1].startswith(
+        "checkpoint step=1 not committed: a disk is too full for it; none is at its destination"
+    )
     monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: 1 << 40)
     assert Job(destination, tmp_path).newest() == 1
     job.save(3)
