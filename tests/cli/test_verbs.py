@@ -253,8 +253,9 @@ def test_a_completed_job_neither_stops_nor_resumes(
     job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job_id = launch_json(job_path, str(environment_path), capsys)["job_id"]
-    output_of(["resume", job_id, "-e", str(environment_path)], capsys, code=2)
-    output_of(["stop", job_id, "-e", str(environment_path)], capsys, code=2)
+    for verb, ended in {"resume": "completed", "stop": "ended already (Completed)"}.items():
+        assert run([verb, job_id, "-e", str(environment_path)]) == 2
+        assert f"job {job_id}: has {ended}; there is nothing to {verb}" in capsys.readouterr().err
 
 
 def test_wait_ends_with_the_jobs_own_result(

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
 
 from trainer.dry_run.trace import trace
-from trainer_testing.seeds import Seed, command, refused_lines
+from trainer_testing.seeds import PlannedSeed, command, planned_words, refused_lines
 
 from memory_agreement.draws import Drawn, draw
 from trainyard.cli.dry_running import STATE, compared, planned_bytes, planned_memory
@@ -43,11 +43,9 @@ _MIB = 2**20
 
 
 @dataclass
-class Played(Seed):
+class Played(PlannedSeed):
     """A seed, and what came of it. Bytes by the formulas' categories."""
 
-    job: str
-    layout: str
     rank: int
     traced: dict[str, int | None] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
@@ -176,15 +174,12 @@ def play_seed(seed: int) -> Played:
     return play(draw(seed))
 
 
-def words(row: Played) -> str:
-    """A seed in a line."""
-    return f"{row.job[:40]} {row.layout[:40]}: {'; '.join(row.problems) or 'agrees'}"
-
-
 def main() -> int:
     """The command; its exit code."""
     described = "Random jobs, each plan against its trace."
-    return command("memory_campaign", described, kind=Played, play=play_seed, words=words, table=table, num_seeds=100)
+    return command(
+        "memory_campaign", described, kind=Played, play=play_seed, words=planned_words, table=table, num_seeds=100
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from memory_agreement.draws import Drawn, draw
 from trainer_testing.agreement import steps_of
-from trainer_testing.seeds import Seed, command, refused_lines
+from trainer_testing.seeds import PlannedSeed, command, planned_words, refused_lines
 
 from trainyard.errors import TrainyardError
 
@@ -32,11 +32,9 @@ LEAST_SECONDS = 5e-5
 
 
 @dataclass
-class Played(Seed):
+class Played(PlannedSeed):
     """A seed, and what came of it. Seconds by the parts of a step."""
 
-    job: str
-    layout: str
     traced: dict[str, float] = field(default_factory=dict)
     planned: dict[str, float] = field(default_factory=dict)
 
@@ -102,15 +100,12 @@ def play_seed(seed: int) -> Played:
     return play(draw(seed, engine="torch"))
 
 
-def words(row: Played) -> str:
-    """A seed in a line."""
-    return f"{row.job[:40]} {row.layout[:40]}: {'; '.join(row.problems) or 'agrees'}"
-
-
 def main() -> int:
     """The command; its exit code."""
     described = "Random jobs, each step's planned seconds against its trace."
-    return command("time_campaign", described, kind=Played, play=play_seed, words=words, table=table, num_seeds=40)
+    return command(
+        "time_campaign", described, kind=Played, play=play_seed, words=planned_words, table=table, num_seeds=40
+    )
 
 
 if __name__ == "__main__":

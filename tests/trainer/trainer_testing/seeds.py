@@ -24,6 +24,14 @@ class Seed:
     seconds: float = field(default=0.0, kw_only=True)
 
 
+@dataclass
+class PlannedSeed(Seed):
+    """A job that was traced and planned."""
+
+    job: str
+    layout: str
+
+
 P = TypeVar("P", bound=Seed)
 
 
@@ -62,6 +70,11 @@ def refused_lines(played: Iterable[Seed]) -> list[str]:
     for row in played:
         refused.update(row.refused)
     return [f"refused {count}: {reason}" for reason, count in refused.most_common()]
+
+
+def planned_words(row: PlannedSeed) -> str:
+    """A seed in a line."""
+    return f"{row.job[:40]} {row.layout[:40]}: {'; '.join(row.problems) or 'agrees'}"
 
 
 def command(
