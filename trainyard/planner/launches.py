@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from trainyard.planner.communication import Fabric, all_gather_seconds, all_reduce_seconds, group
-from trainyard.planner.layout import Layout, is_grid
+from trainyard.planner.layout import Layout
 from trainyard.planner.muon import muon_sending_seconds, orthogonal_launches
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import stages
@@ -39,6 +39,10 @@ SLICE_ELEMENTS, LEAST_QUANTIZED = 1 << 22, 4096
 """Of 8 bits: a slice, and a whole tensor (`eight_bit.py`)."""
 
 
+ADAMW, SGD = 4, 8
+"""Of all weights at once."""
+
+
 def kernel_seconds(constants: Constants) -> float:
     """What the host needs for one kernel."""
     return constants.launch_seconds / KERNELS_A_LAYER
@@ -58,17 +62,17 @@ def update_kernels(shape: ModelShape, layout: Layout) -> float:
 
 def _update_kernels(shape: ModelShape, layout: Layout, tensors: WeightTensors) -> float:
     axes = (layout.zero_stage == 3 and layout.shard_degree > 1) + (layout.tensor > 1)
-    is_cut, of_whole = axes > 0 or is_grid(layout), WHOLE_NORM_KERNELS * max(axes, is_grid(layout))
-    norms = NORM_KERNELS_EACH * tensors.count + NORM_KERNELS if is_grid(layout) else NORM_KERNELS
+    is_cut, of_whole = axes > 0 or layout.is_grid, WHOLE_NORM_KERNELS * max(axes, layout.is_grid)
+    norms = NORM_KERNELS_EACH * tensors.count + NORM_KERNELS if layout.is_grid else NORM_KERNELS
     kinds = {
         "adafactor": (FACTORED + of_whole) * sum(tensors.matrices.values()) + (UNFACTORED + of_whole) * tensors.vectors,
         "adamw_8bit": _eight_bit(tensors, layout),
-        "sgd": (1 + 2 * layout.has_momentum) * tensors.count if is_cut else 8.0,
+        "sgd": (1 + 2 * layout.has_momentum) * tensors.count if is_cut else SGD,
         "muon": orthogonal_launches(shape, layout, tensors) if layout.optimizer == "muon" else 0.0,
     }
     # DDP's gradients stay in its buckets, and are made zero there.
     zeros = tensors.count * (layout.data_parallel > 1 and not is_cut and layout.optimizer != "adamw")
-    return norms + kinds.get(layout.optimizer, 4.0) + zeros + layout.keeps_average
+    return norms + kinds.get(layout.optimizer, ADAMW) + zeros + layout.keeps_average
 
 
 def _eight_bit(tensors: WeightTensors, layout: Layout) -> float:

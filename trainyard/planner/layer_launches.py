@@ -8,7 +8,7 @@ longer. The counts are by reading transformers' code as the trainer runs it, and
 from dataclasses import dataclass, replace
 
 from trainyard.planner.adapters import MLP_INPUTS, MLP_OUTPUTS
-from trainyard.planner.layout import Layout, is_grid
+from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage
 from trainyard.planner.trainer_layers import DELTA_CHUNK, LOSS_PART_TOKENS, TrainerLayers
@@ -74,7 +74,6 @@ LATENT, LATENT_OF_BOTH = (11, 14), (17, 29)
 """Of latent attention, beside its products and norms: rotations of a part, cut off and put together again; where
 queries come through a latent, too, which is DeepSeek-V3's code."""
 
-
 MAMBA: Kernels = (85, 125)
 """A layer that is a Mamba-2 block with its norm, in transformers' torch code, however long its sequence is."""
 
@@ -83,6 +82,9 @@ OUTER: Kernels = (6, 2)
 
 CAST_EXPERTS: Kernels = (12, 20)
 """More of a layer of experts under autocast."""
+
+NOT_AGAIN = 2
+"""Of a layer computed again: its last product and sum, before which torch stops (all that backward reads is there)."""
 
 
 def total(*parts: Kernels) -> Kernels:
@@ -201,7 +203,7 @@ class LayerLaunches:
         if layout.zero_stage == 3 and layout.shard_degree > 1:
             units = 1 if layout.gathers_once else layout.num_micro_batches
             return times((stage.layers + 1) * units / layout.num_micro_batches, OF_UNIT)
-        if is_grid(layout):
+        if layout.is_grid:
             all_of_them = weight_tensors(self.shape, replace(layout, method="full"), stage).count
             return times(all_of_them, (1, 1) if self._layers.is_frozen else OF_UNCUT)
         adds = 1 if layout.data_parallel > 1 else 1 - 1 / layout.num_micro_batches
@@ -223,12 +225,13 @@ class LayerLaunches:
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.recompute == "full":
-            return forward - 2.0 * layers
-        # Products are kept, and attention; experts' are made again.
-        products = shape.num_attentions * (1 if shape.fused_qkv else 3) + layers * (1 + 1)
+            return forward - NOT_AGAIN * layers
+        # Products are kept, the last of each block too, and attention's kernels; experts' are made again.
+        last_products, attention_kernels = 2 * layers, layers
+        products = shape.num_attentions * (1 if shape.fused_qkv else 3) + last_products
         products += shape.num_mlps * (1 + shape.gated_mlp)
         unpacked = UNPACKED * products if self.layout.method == "qlora" else 0.0
-        return forward - products - layers - unpacked
+        return forward - products - attention_kernels - unpacked
 
     @property
     def _norms_a_block(self) -> float:

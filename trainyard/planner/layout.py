@@ -282,6 +282,16 @@ class Layout:
         return self.tensor if self.sequence_parallel else 1
 
     @property
+    def is_grid(self) -> bool:
+        """Whether our own trainer's ranks hold different parts of different tensors: more than data parallelism."""
+        return self.tensor * self.pipeline * self.context * self.expert > 1
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether each rank of our own trainer has all weights as they are."""
+        return not self.is_grid and self.zero_stage != 3
+
+    @property
     def gathers_once(self) -> bool:
         """FSDP under a pipeline keeps a stage's parameters gathered, and its gradients whole, until the step's end."""
         return self.zero_stage == 3 and self.shard_degree > 1 and self.pipeline > 1
@@ -308,8 +318,3 @@ class Layout:
         if self.zero_stage:
             return f"ZeRO-{self.zero_stage} over {self.shard_degree}"
         return f"DDP{self.data_parallel}" if self.data_parallel > 1 else "one replica"
-
-
-def is_grid(layout: Layout) -> bool:
-    """Whether our own trainer's ranks hold different parts of different tensors: more than data parallelism."""
-    return layout.tensor * layout.pipeline * layout.context * layout.expert > 1

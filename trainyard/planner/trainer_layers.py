@@ -65,8 +65,7 @@ class TrainerLayers:
     def is_autocast(self) -> bool:
         """One copy of fp32 weights on every rank, cast product by product: no FSDP, no ZeRO."""
         layout = self.layout
-        is_split = layout.tensor * layout.pipeline * layout.context * layout.expert > 1 or layout.zero_stage == 3
-        return layout.is_deepspeed_autocast or (layout.engine == "torch" and self.element == 2 and not is_split)
+        return layout.is_deepspeed_autocast or (layout.engine == "torch" and self.element == 2 and layout.is_uncut)
 
     @cached_property
     def residual_element(self) -> int:

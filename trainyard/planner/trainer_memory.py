@@ -54,14 +54,7 @@ def gradients_come_late(layout: Layout) -> bool:
     cuts the sums of whole ones, which are buffers."""
     if layout.method != "full" or layout.engine != "torch":
         return False
-    return layout.pipeline > 1 or (
-        layout.num_micro_batches == 1 and not (_is_uncut(layout) and layout.data_parallel > 1)
-    )
-
-
-def _is_uncut(layout: Layout) -> bool:
-    """Each rank has all weights as they are."""
-    return layout.tensor * layout.pipeline * layout.context * layout.expert == 1 and layout.zero_stage != 3
+    return layout.pipeline > 1 or (layout.num_micro_batches == 1 and not (layout.is_uncut and layout.data_parallel > 1))
 
 
 class _Step:
@@ -92,7 +85,7 @@ class _Step:
             self._layer = (shape.mixing_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
         self._stage_params, self._params = params, params.total
         self._passes = stage.layers * stage.in_flight
-        self._is_replicated = _is_uncut(layout)
+        self._is_replicated = layout.is_uncut
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
         # Frozen weights that no rank shares are read where they are.
         self._gathers_frozen = layout.method == "full" or layout.shard_degree > 1

@@ -8,7 +8,7 @@ of this.
 
 from dataclasses import dataclass
 
-from trainyard.planner.layout import Layout, is_grid
+from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.trainer_layers import LOSS_PART_TOKENS, TrainerLayers
 
@@ -221,11 +221,11 @@ class Unfused:
             gathered = WIDE_WEIGHT_BYTES if is_wide else GATHERED_WEIGHT_BYTES + OWN_WEIGHT_BYTES / ranks
             sent = SENT_GRADIENT_BYTES[is_wide] + earlier * SUMMED_GRADIENT_BYTES / ranks
             return gathered * count, (gathered * (not layout.keeps_gathered) + is_trained * sent) * count
-        if layout.engine != "torch" or not (is_trained or is_grid(layout)):  # frozen weights are narrow already
+        if layout.engine != "torch" or not (is_trained or layout.is_grid):  # frozen weights are narrow already
             return 0.0, 0.0
-        if is_grid(layout) and not is_trained:
+        if layout.is_grid and not is_trained:
             return COPIED_WEIGHT_BYTES * count, COPIED_WEIGHT_BYTES * count
-        if is_grid(layout):
+        if layout.is_grid:
             return UNCUT_WEIGHT_BYTES[0] * count, UNCUT_WEIGHT_BYTES[1] * count
         cast = CAST_BYTES * self._layers.is_autocast
         summed = SUMMED_GRADIENT_BYTES * (1.0 if layout.data_parallel > 1 else earlier)

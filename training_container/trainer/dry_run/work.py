@@ -88,6 +88,8 @@ def phase_now(of_step: str, recomputes: bool) -> str:
 
     A pipeline's schedule runs both passes in one go, so that torch is asked: whether autograd is on its way back, and
     there, whether what runs is recorded anew: in a job that `recomputes`, a checkpoint's second forward pass.
+    There, what an autograd function's forward does (some norms, the gate of a block) counts as backward: in it nothing
+    is recorded.
     """
     if of_step == "optimizer":
         return of_step
