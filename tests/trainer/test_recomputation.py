@@ -107,6 +107,23 @@ def test_the_planner_counts_a_last_product_again_where_torch_computes_it_again(
     assert rank._stops_before_last is (name in ONCE)
 
 
+def test_nothing_in_front_of_the_first_adapter_has_a_gradient(sources: Path) -> None:
+    """transformers has the embedding give what takes one; beside frozen weights it is made of them all, for nothing,
+    and stays to the end of the step."""
+    adapter = {"rank": 4, "kind": "lora", "targets": ["down_proj"]}
+    job = tiny_job(
+        "single", 1, activation_checkpointing="full", source=str(source_of(sources, "Llama")), adapter=adapter
+    )
+    model = build_model(job, vocab_size=VOCAB_SIZE).train()
+    given: list[torch.Tensor] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: given.append(output))
+    tokens = torch.arange(TOKENS)[None]
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert [one.requires_grad for one in given] == [False]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    assert len(trained) == 2 * LAYERS and all(one.grad is not None for one in trained)
+
+
 def _scores_of(rows: torch.Tensor) -> torch.Tensor:
     return rows @ rows.transpose(-1, -2)
 

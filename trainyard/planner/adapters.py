@@ -39,11 +39,13 @@ def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head
 
 
 def adapter_outputs(shape: ModelShape, layout: Layout) -> float:
-    """Elements of a token that the adapters of a mean layer give, after either of their two matrices."""
-    sizes = _sizes(shape)
+    """Elements of a token that the adapters of a mean layer give, after either of their two matrices: of one tensor
+    rank, which has a hidden state whole, and what the first matrix gives."""
+    sizes = _sizes(shape, layout.tensor)
     targets = [name for name in layout.lora_targets if name not in HEADS]
-    reads = {**dict.fromkeys(ATTENTION_OUTPUTS, float(shape.value_dim)), **dict.fromkeys(MLP_OUTPUTS, _width(shape))}
-    both = {"c_proj": shape.value_dim + _width(shape)}
+    value_dim, width = shape.value_dim / layout.tensor, _width(shape) / layout.tensor
+    reads = {**dict.fromkeys(ATTENTION_OUTPUTS, value_dim), **dict.fromkeys(MLP_OUTPUTS, width)}
+    both = {"c_proj": value_dim + width}
     given = sum(
         max(sizes.get(name, 2.0 * shape.hidden) - (both | reads).get(name, shape.hidden), 0) for name in targets
     )

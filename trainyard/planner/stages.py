@@ -54,8 +54,10 @@ def micro_batches_in_flight(layout: Layout, rank: int) -> float:
         # Down and up again: every rank has both an early and a late stage.
         return min(ranks, count)
     if layout.chunks > 1:
-        # Warm-up passes of Megatron's interleaved schedule, each through one chunk, and the one in steady state.
-        passes = 2 * (ranks - rank - 1) + (layout.chunks - 1) * ranks + 1
+        # Warm-up passes of Megatron's interleaved schedule, each through one chunk, and the one in steady state. torch
+        # goes on to the next chunk after as many micro-batches as make its rounds equal, which may be more than ranks.
+        turn = count // max(count // ranks, 1) if layout.library == "trainyard" else ranks
+        passes = 2 * (ranks - rank - 1) + (layout.chunks - 1) * turn + 1
         return min(passes, count * layout.chunks) / layout.chunks
     return min(ranks - rank, count)
 

@@ -143,12 +143,17 @@ class TrainerLayers:
         """What kernels read in place of a micro-batch's mask, a number a score of one head, which layers share; and the
         mask itself, where layers are given it once more."""
         is_kept = self.layout.recompute != "none"
-        return self.given_mask_bytes * (self.element + is_kept)
+        return self.given_mask_bytes * (self.element * self.layout.flash_attention + is_kept)
 
     @property
     def given_mask_bytes(self) -> float:
-        """The mask that layers are given in a forward pass, a byte a score."""
-        return self.tokens * self.layout.sequence_length * (self.masked_share > 0)
+        """The mask that layers are given in a forward pass, a byte a score; a number, where attention is written out,
+        and where only some layers have windows one of either kind."""
+        scores = self.tokens * self.layout.sequence_length
+        if not self.layout.flash_attention:
+            has_both = self.shape.attention_window > 0 and 0 < self.shape.windowed_share < 1
+            return scores * self.element * (1 + has_both)
+        return scores * (self.masked_share > 0)
 
     # One layer, nothing recomputed.
 
@@ -254,6 +259,25 @@ class TrainerLayers:
         """The norm before the feed-forward block, but for its input."""
         readers = 2 if self.shape.gated_mlp else 1
         return self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(MLP_INPUTS))
+
+    @property
+    def block_frame_bytes(self) -> float:
+        """What a layer's code has in its hands while its feed-forward block runs, whoever keeps it: what the block
+        reads, and with sequence parallelism the rank's part of it too."""
+        return self.whole_hidden_bytes + self.input_bytes * (self.layout.tensor > 1)
+
+    @property
+    def has_norm_copies(self) -> bool:
+        """Whether norms keep a wider copy of what they read."""
+        return self.norm != "layer" and self.residual_element < 4
+
+    @property
+    def summed_products_bytes(self) -> float:
+        """Adapters: of the products that read the block's input, the sums with what their adapters give, which
+        selective recomputation doesn't keep beside either."""
+        if "gate_up_proj" in self.layout.lora_targets:
+            return 2 * self.product_bytes
+        return len(MLP_INPUTS.intersection(self.layout.lora_targets)) * self.product_bytes
 
     @property
     def score_gradient_bytes(self) -> float:
@@ -626,9 +650,9 @@ class TrainerLayers:
         last product reads four bits, that one."""
         if not self.is_frozen:
             return 0.0
-        outputs, split = adapter_outputs(self.shape, self.layout), self.layout.tensor
         is_last_frozen = self.layout.method == "qlora" and not self._adapts(MLP_OUTPUTS)
-        return self.element * self.tokens * outputs / split + self.whole_hidden_bytes * is_last_frozen
+        outputs = adapter_outputs(self.shape, self.layout)
+        return self.element * self.tokens * outputs + self.whole_hidden_bytes * is_last_frozen
 
     @property
     def _selected_delta_bytes(self) -> float:

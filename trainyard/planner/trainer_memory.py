@@ -6,6 +6,7 @@ layers and still sends the gradients of the one before; and the end, when the vo
 one it is depends on the sizes, so each is reckoned, and the largest is the answer.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -133,7 +134,7 @@ class _Step:
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
         yield from self._in_two_passes()
-        if self._layout.method != "full" and self._layout.pipeline == 1:
+        if self._layout.method != "full":
             yield from self._in_forward()
         for number in self._units.dearest:
             # Layers without experts are a model's first.
@@ -178,7 +179,7 @@ class _Step:
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
         # Of other schedules each loss is followed by its own backward pass.
         waiting = (self._stage.in_flight - 1) * self._stage.head * (layout.schedule == "gpipe")
-        masks = self._stage.in_flight * layers.mask_bytes
+        masks = math.ceil(self._stage.in_flight) * layers.mask_bytes
         return max(sent, 0.0) * layers.whole_hidden_bytes + split + masks + waiting * layers.kept_end_bytes
 
     def _at_loss(self) -> Iterator[Moment]:
@@ -216,15 +217,26 @@ class _Step:
         layers, units = self._layers, self._units
         mask = layers.given_mask_bytes * (self._layout.recompute == "none")
         for number in units.dearest_in_forward:
-            before = self._kept_before(number) + mask
-            yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)))
-            held, gathered = before + 2 * layers.whole_hidden_bytes, self._weights(units.running(number))
-            if number < self._routed_layers:
-                rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
-                last = layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
-            else:
-                last = layers.whole_bytes + layers.product_bytes + layers.reading_bytes
-            yield Moment(held + last, 0.0, gathered)
+            before = self._kept_before(number) + mask + self._embedded()
+            yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)) + self._received())
+            gathered = self._weights(units.running(number)) + self._received()
+            yield Moment(before + self._running(number), 0.0, gathered)
+
+    def _embedded(self) -> float:
+        """In a forward pass a model's code has what the embedding gave, of which sequence parallelism made parts."""
+        return self._layers.whole_hidden_bytes * (self._layout.tensor > 1) * self._stage.embedding
+
+    def _running(self, number: int) -> float:
+        """Adapters: what there is of a layer in its forward pass, while its feed-forward block's last product runs."""
+        layers = self._layers
+        held = 2 * layers.whole_hidden_bytes
+        if number < self._routed_layers:
+            rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
+            return held + layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
+        if self._layout.recompute != "selective":
+            return held + layers.whole_bytes + layers.product_bytes + layers.reading_bytes
+        there = layers.kept_bytes + layers.input_bytes + layers.block_frame_bytes + layers.summed_products_bytes
+        return there + layers.product_bytes + max(layers.product_bytes, held + layers.reading_bytes)
 
     def _in_layer(self, number: int) -> Iterator[Moment]:
         """The backward pass of the layer that is `number`th from the stage's end."""
@@ -242,6 +254,12 @@ class _Step:
         in_block = layers.whole_bytes + above
         in_block += max(layers.product_bytes + layers.reading_bytes, factors * layers.product_bytes)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
+        if layers.is_frozen and self._layout.recompute != "none":
+            # Made again: gate and up, or what is activated, and as many tensors on the way to the last product's input.
+            block = (4 if self._shape.gated_mlp else 2) * layers.product_bytes
+            again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
+            again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
+            yield self._moment(others + again, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
         # Both products that read a norm's output give it a gradient; the residual's stands beside them.
         after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
         after_block += layers.product_bytes if self._shape.gated_mlp else above - layers.input_bytes
@@ -276,8 +294,8 @@ class _Step:
     def _kept_below(self, number: int) -> float:
         layers = self._layers
         # A layer that is computed again has its input beside the float32 copy that an RMS norm makes of it.
-        has_copy = layers.norm != "layer" and layers.residual_element < 4
-        return self._kept_before(number) + layers.input_bytes * (has_copy and self._layout.recompute != "none")
+        has_copy = layers.has_norm_copies and self._layout.recompute != "none"
+        return self._kept_before(number) + layers.input_bytes * has_copy
 
     def _kept_before(self, number: int) -> float:
         """What the layers before the `number`th keep, and the stage's ends."""

@@ -51,6 +51,9 @@ def checkpoint_activations(model: PreTrainedModel, blocks: Sequence[nn.Module], 
         enable(kwargs)
     except ValueError as error:
         raise InputError(f"training.activation_checkpointing: {mode}: {one_line(error)}; set it to none") from None
+    # For torch's older way alone transformers has what the embedding gives take a gradient. Beside adapters it would
+    # come through nothing but frozen weights, and stay to the end of the step.
+    model.disable_input_require_grads()
 
 
 def _selective_policy(_: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
