@@ -52,6 +52,23 @@ def test_a_brokers_job_is_the_records_job_and_nobody_gets_past_the_broker(site: 
     assert "explicit deny in a permissions boundary" in said
     for caller, function in ((acme, globex.contract.broker), (globex, "trainyard-local-acme-broker")):
         refused(lambda c=caller, f=function: c.launcher.client("lambda").invoke(FunctionName=f, Payload=b"{}"))
+    assert site.trainyard("stop", job_id, "--wait").returncode == 0
+    resume_with_other_settings(site, globex, job_id)
+
+
+def resume_with_other_settings(site: Site, globex: TenantAccess, job_id: str) -> None:
+    """Each attempt goes on reading the spec that it was started with: SageMaker may bring it again."""
+    done = site.trainyard("resume", job_id, "--set", "checkpoint.keep_last=7")
+    assert done.returncode == 0, done.stderr
+    s3, sagemaker = globex.launcher.client("s3"), globex.launcher.client("sagemaker")
+    kept = []
+    for name in (job_id, f"{job_id}-r2"):
+        channels = sagemaker.describe_training_job(TrainingJobName=name)["InputDataConfig"]
+        (place,) = [one["DataSource"]["S3DataSource"]["S3Uri"] for one in channels if one["ChannelName"] == "job"]
+        _, _, bucket, prefix = place.split("/", 3)
+        spec = json.loads(s3.get_object(Bucket=bucket, Key=f"{prefix}resolved_job.json")["Body"].read())["spec"]
+        kept.append(spec["checkpoint"]["keep_last"])
+    assert kept == [3, 7]
     # To its end: the next test's job needs the quota that this one holds.
     assert site.trainyard("stop", job_id, "--wait").returncode == 0
 

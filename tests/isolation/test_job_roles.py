@@ -18,6 +18,7 @@ from trainyard.functions.job_roles import (
     job_role_policies,
     job_role_trust,
 )
+from trainyard.functions.training_request import spec_prefix
 from trainyard.isolation import Site
 from trainyard.isolation.account import EACH_JOB, Account
 from trainyard.isolation.evaluator import Request, decide
@@ -101,8 +102,10 @@ def test_it_may_do_none_of_it_to_another_job(account: Account) -> None:
         ("data", "train/part-1.jsonl", True),
         ("data", "training/part-1.jsonl", False),  # only begins like the folder
         ("data", "secret/part-1.jsonl", False),
-        ("data", f"jobs/{MINE}/spec/resolved_job.json", True),
-        ("data", f"jobs/{OTHER}/spec/resolved_job.json", False),
+        ("data", f"{spec_prefix(MINE)}resolved_job.json", True),
+        ("data", f"{spec_prefix(MINE, '0123456789abcdef')}resolved_job.json", True),
+        ("data", f"{spec_prefix(OTHER)}resolved_job.json", False),
+        ("data", f"{spec_prefix(OTHER, '0123456789abcdef')}resolved_job.json", False),
         ("artifacts", "models/acme-llama/x/config.json", True),
         ("artifacts", "models/acme-llama/xy/config.json", False),
         ("checkpoints", f"jobs/{OTHER}/checkpoints/step-1/COMMITTED", False),

@@ -23,9 +23,12 @@ from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.functions import broker, broker_answers, broker_ledger, broker_rules
 from trainyard.functions.broker_ledger import Ledger
 from trainyard.functions.job_meter import month_of
+from trainyard.launch import sagemaker_backend
 from trainyard.launch.broker import ask_broker
 from trainyard.launch.checks import RunningJob, check_queue
-from trainyard.launch.record import JobRecord
+from trainyard.launch.elastic import reviser
+from trainyard.launch.launcher import submit_attempt
+from trainyard.launch.record import JobRecord, S3RecordStore, update
 from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account
 from trainyard.spec.job import JobSpec
@@ -232,6 +235,22 @@ FORGED: dict[str, tuple[Change, str]] = {
     "a source of a number": (_data(validation=[1]), "data.validation of its record has a source without a path"),
     "sources of a number": (_data(train=5), "its record has no list of data.train"),
     "no channels": (_top(channels={"a": 1}), "no list of channels"),
+    **{
+        f"spec {number}": (_top(spec_name=name), "of its record is not 16 hex digits")
+        for number, name in enumerate(
+            (
+                "../../../secret",
+                "0123456789ABCDEF",
+                "0123456789abcde",
+                "0" * 17,
+                f"{'0' * 16}\n",
+                "x/" * 8,
+                16,
+                None,
+                [],
+            )
+        )
+    },
 }
 
 
@@ -247,6 +266,54 @@ def test_a_forged_record_is_refused_in_one_line(
         assert words in answer["refused"], f"{what}: {answer['refused']}"
         assert "\n" not in answer["refused"]
     assert sagemaker.created == []
+
+
+def test_each_attempt_reads_the_spec_that_it_was_handed_over_with(
+    ask: Any,
+    record: JobRecord,
+    sagemaker: Jobs,
+    deployed: Account,
+    contract: TenantContract,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = SageMakerBackend(deployed, contract.model_copy(update={"broker": "broker"}))
+    s3, store = deployed.client("s3"), S3RecordStore(deployed.client("s3"), "acme-data")
+    monkeypatch.setattr(sagemaker_backend, "ask_broker", lambda *_: ask())
+
+    def hand_over() -> JobRecord:
+        return submit_attempt(store, backend, store.read(JOB_ID).record, lambda _: None)
+
+    first = hand_over()
+    sagemaker.add(JOB_ID, 2, billed=60)
+    update(store, JOB_ID, lambda now: reviser(("checkpoint.keep_last=7",), None)(now).with_next_attempt())
+    second = hand_over()
+    sagemaker.add(f"{JOB_ID}-r2", 2, billed=60)
+    update(store, JOB_ID, JobRecord.with_next_attempt)
+    hand_over()
+    assert [request["TrainingJobName"] for request in sagemaker.created] == [JOB_ID, f"{JOB_ID}-r2", f"{JOB_ID}-r3"]
+    assert [kept_last(s3, request) for request in sagemaker.created] == [first.spec.checkpoint.keep_last, 7, 7]
+    assert sagemaker.created[:2] == [backend.request(first), backend.request(second)]
+    assert sagemaker.created[1]["InputDataConfig"] == sagemaker.created[2]["InputDataConfig"], "the same spec"
+
+    # A record of a launcher that had one place for all, and a broker that still asks for that.
+    sagemaker.add(f"{JOB_ID}-r3", 2, billed=60)
+    forge(deployed, lambda content: content.pop("spec_name"))
+    forge(deployed, _attempt(number=4, training_job_name=f"{JOB_ID}-r4"))
+    assert ask()["submitted"] == f"{JOB_ID}-r4"
+    assert spec_place(sagemaker.created[3]) == f"s3://acme-data/jobs/{JOB_ID}/spec/"
+    assert kept_last(s3, sagemaker.created[3]) == 7
+
+
+def spec_place(request: dict[str, Any]) -> str:
+    (channel,) = [one for one in request["InputDataConfig"] if one["ChannelName"] == "job"]
+    return str(channel["DataSource"]["S3DataSource"]["S3Uri"])
+
+
+def kept_last(s3: Any, request: dict[str, Any]) -> int:
+    """checkpoint.keep_last of the spec that the request's job reads."""
+    _, _, bucket, prefix = spec_place(request).split("/", 3)
+    text = s3.get_object(Bucket=bucket, Key=f"{prefix}resolved_job.json")["Body"].read()
+    return int(json.loads(text)["spec"]["checkpoint"]["keep_last"])
 
 
 def test_a_job_id_is_the_tenants_own_and_has_a_record(ask: Any, sagemaker: Jobs, deployed: Account) -> None:

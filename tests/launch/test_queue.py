@@ -184,6 +184,16 @@ def test_it_queues_what_the_launcher_would_send_and_only_once(
     assert len(batch.asked) == 1
 
 
+def test_a_queued_attempt_reads_the_spec_that_its_record_names(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account
+) -> None:
+    forge(deployed, lambda content: content.update(spec_name="0123456789abcdef"))
+    assert ask()["submitted"] == JOB_ID
+    (channel, *_) = json.loads(batch.asked[0]["serviceRequestPayload"])["InputDataConfig"]
+    place = channel["DataSource"]["S3DataSource"]["S3Uri"]
+    assert (channel["ChannelName"], place) == ("job", f"s3://acme-data/jobs/{JOB_ID}/spec/0123456789abcdef/")
+
+
 def test_its_requests_are_batchs(ask: Any, record: JobRecord, batch: Batch) -> None:
     """By botocore's model: every name is one that SubmitServiceJob takes, within its limits."""
     import botocore.session

@@ -85,6 +85,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         num_hosts=job["num_hosts"],
         volume_key=compute["instance_type"] in settings["volume_keys"],
         asked=job["asked"],
+        spec_name=job["spec_name"],
     )
     if not shares and (there := described(sagemaker, name)) is not None:
         return {"submitted": _same(name, there, request), "already": True}

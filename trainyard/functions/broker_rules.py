@@ -21,6 +21,7 @@ _JOB_ID = re.compile(r"[a-z0-9-]+-[0-9]{14}-[0-9a-f]{4}")
 _ATTEMPT = re.compile(r"-r[0-9]{1,2}$")
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _PATH = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*/?")
+_SPEC_NAME = re.compile(r"[0-9a-f]{16}")
 _NO_DIGEST = "0" * 64
 
 
@@ -49,7 +50,8 @@ def job_of(attempt: Any, contract: Mapping[str, Any]) -> str:
 
 def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[str, Any]:
     """What the request is made of, each part checked: `spec`, `name` of the attempt, `num_hosts`, `channels`, image,
-    `asked`: the newest attempt that a person asked for (by the record: only meters go by it)."""
+    `asked`: the newest attempt that a person asked for (by the record: only meters go by it), `spec_name`: which of the
+    job's specs it reads, "" by a launcher that had one place for all."""
     try:
         spec, attempt = record["resolved"]["spec"], record["attempts"][-1]
         number, num_hosts, compute = attempt["number"], record["resolved"]["num_hosts"], spec["compute"]
@@ -76,10 +78,16 @@ def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[
         raise Refused(f"job {job_id}: input channels {', '.join(names)}: up to {MAX_CHANNELS}, each once, none `job`")
     _check_sources(spec.get("data"), job_id)
     asked = asked_attempt(number, record.get("states"))
+    spec_name = record.get("spec_name", "")
+    if spec_name != "" and not (isinstance(spec_name, str) and _SPEC_NAME.fullmatch(spec_name)):
+        raise Refused(
+            f"job {job_id}: spec_name {_shown(spec_name)} of its record is not 16 hex digits; resume it again"
+        )
     return {
         "spec": spec,
         "name": name,
         "asked": asked,
+        "spec_name": spec_name,
         "num_hosts": num_hosts,
         "channels": checked,
         "image": str(image),

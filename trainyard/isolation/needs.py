@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trainyard.functions.broker_queue import training_job_prefix
 from trainyard.functions.job_roles import job_role_arn
+from trainyard.functions.training_request import spec_prefix
 from trainyard.hardware import instance
 from trainyard.isolation.account import (
     EACH_JOB,
@@ -284,9 +285,10 @@ class Needs:
         """A running job, through its network's endpoints: as the job role, or as a machine of the cluster."""
         contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
         folder, model = f"jobs/{self.job_id}", "models/acme-llama/x"
+        spec = spec_prefix(self.job_id, "0123456789abcdef")
         for bucket, prefix in (
             (buckets.data, "train/"),
-            (buckets.data, f"{folder}/spec/"),
+            (buckets.data, spec),
             (buckets.checkpoints, f"{folder}/checkpoints/"),
             (buckets.artifacts, f"{model}/"),
         ):
@@ -299,7 +301,7 @@ class Needs:
         yield from self._may(label, "find unfinished uploads", uploads, where, stated=stated, endpoint="s3")
         read = (
             self._bucket(buckets.data, "train/part-0.jsonl"),
-            self._bucket(buckets.data, f"{folder}/spec/resolved_job.json"),
+            self._bucket(buckets.data, f"{spec}resolved_job.json"),
             self._bucket(buckets.artifacts, f"{model}/model.safetensors"),
         )
         yield from self._may(label, "read its inputs", "s3:GetObject", *read, endpoint="s3")

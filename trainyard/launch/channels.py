@@ -1,5 +1,6 @@
 """What a job reads: its URIs made absolute, checked to exist, and turned into SageMaker input channels."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,6 +141,18 @@ def job_files(record: JobRecord) -> dict[str, str]:
         "channels.json": json.dumps({channel.uri: channel.name for channel in record.channels}),
         "inputs.json": json.dumps(listed),
     }
+
+
+def spec_files(record: JobRecord) -> dict[str, str]:
+    """By file name, what the channel `job` carries to SageMaker."""
+    files = job_files(record)
+    return {name: files[name] for name in ("resolved_job.json", "channels.json")}
+
+
+def spec_name(record: JobRecord) -> str:
+    """Of its content: where each spec has a place of its own, no later attempt writes over what a job was started with,
+    and reads again whenever its machines change."""
+    return hashlib.sha256(json.dumps(spec_files(record), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_streamed(job: JobSpec, uri: str) -> bool:

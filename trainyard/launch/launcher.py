@@ -13,7 +13,7 @@ from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import Backend, Say, SilentError, say_nothing
-from trainyard.launch.channels import build_inputs, is_streamed
+from trainyard.launch.channels import build_inputs, is_streamed, spec_name
 from trainyard.launch.contract import read_image
 from trainyard.launch.local_backend import LocalBackend, check_trainer, has_trainer
 from trainyard.launch.model_config import learn_model
@@ -374,7 +374,11 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
         if (current.attempt.number, current.attempt.claim) != (number, written.attempt.claim):
             raise resumed_meanwhile(job_id, options)
         before.append(current.attempt.handed_over_at)
-        return current.with_attempt(handed_over_at=moment_after(current.attempt.handed_over_at))
+        begun = current.with_attempt(handed_over_at=moment_after(current.attempt.handed_over_at))
+        if begun.backend != "sagemaker":
+            return begun
+        # With it the backend, and a broker by the record alone, know which of the job's specs this attempt reads.
+        return begun.model_copy(update={"spec_name": spec_name(begun)})
 
     def taken_back(current: JobRecord) -> JobRecord:
         if current.attempt != record.attempt:

@@ -26,7 +26,7 @@ from trainyard.spec.backends import BackendName
 from trainyard.spec.base import SpecModel, parse, unknown_keys
 from trainyard.spec.job import JobSpec, ResolvedJob
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 """Raised with every field that a record gets: a trainyard that doesn't know it refuses the record, and says why."""
 _WRITER = "writer"
 """Of an object's metadata: which write it is of."""
@@ -110,6 +110,9 @@ class JobRecord(SpecModel):
     capacity: it has no planner."""
     channels: tuple[RecordedChannel, ...] = ()
     """The input channels beside the job's own: a resume reads the same inputs."""
+    spec_name: str = Field(default="", pattern=r"^([0-9a-f]{16})?$")
+    """Of jobs on SageMaker: which of the job's specs the newest attempt was handed over with
+    (trainyard.launch.channels.spec_name). Empty where an older trainyard wrote it: all have one place then."""
     forced: tuple[str, ...] = ()
     """What the plan refused and --force overrode."""
     launched_by: str = ""

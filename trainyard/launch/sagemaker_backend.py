@@ -1,8 +1,6 @@
 """Jobs on SageMaker: submitted by the tenant's broker, or through the SageMaker Python SDK where the launcher may;
 watched through SageMaker's API and CloudWatch Logs."""
 
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -17,7 +15,7 @@ from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
 from trainyard.launch.broker import ask_broker
-from trainyard.launch.channels import Channel, job_files
+from trainyard.launch.channels import Channel, spec_files
 from trainyard.launch.checks import RunningJob, check_queue, refused_hours
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 from trainyard.launch.request import training_job_request
@@ -55,7 +53,7 @@ class SageMakerBackend:
             image=record.image,
             channels=channels,
             asked=asked_attempt(record.attempt.number, [state.model_dump() for state in record.states]),
-            spec_name=self._spec_name(record),
+            spec_name=record.spec_name,
         )
 
     def check(self, record: JobRecord) -> None:
@@ -112,16 +110,13 @@ class SageMakerBackend:
 
     def _write_spec(self, record: JobRecord) -> None:
         s3 = self._launcher.client("s3")
-        bucket, prefix = self._contract.buckets.data, names.spec_prefix(record.job_id, self._spec_name(record))
-        for name, text in _spec_files(record).items():
-            with aws_errors("writing", f"s3://{bucket}/{prefix}{name}"):
-                s3.put_object(Bucket=bucket, Key=prefix + name, Body=text.encode(), ContentType="application/json")
-
-    def _spec_name(self, record: JobRecord) -> str:
-        """Of its content, so that no later attempt writes over what a job was started with, and reads again whenever
-        its machines change. A broker, which may be older than this, makes a request of one place for all."""
-        text = json.dumps(_spec_files(record), sort_keys=True)
-        return "" if self._contract.broker else hashlib.sha256(text.encode()).hexdigest()[:16]
+        bucket, prefixes = self._contract.buckets.data, [names.spec_prefix(record.job_id, record.spec_name)]
+        if self._contract.broker and record.spec_name:
+            # A broker that was deployed before specs had names asks for the one place of all.
+            prefixes.append(names.spec_prefix(record.job_id))
+        for key, text in ((one + name, text) for one in prefixes for name, text in spec_files(record).items()):
+            with aws_errors("writing", f"s3://{bucket}/{key}"):
+                s3.put_object(Bucket=bucket, Key=key, Body=text.encode(), ContentType="application/json")
 
     def observe(self, record: JobRecord) -> Observation | None:
         """The newest attempt as SageMaker describes it; None where there is no such training job."""
@@ -219,11 +214,6 @@ class SageMakerBackend:
             return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
         except logs.exceptions.ResourceNotFoundException:
             return []  # The group appears with the account's first training job.
-
-
-def _spec_files(record: JobRecord) -> dict[str, str]:
-    files = job_files(record)
-    return {name: files[name] for name in ("resolved_job.json", "channels.json")}
 
 
 @contextmanager
