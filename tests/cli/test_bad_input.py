@@ -1,6 +1,7 @@
 """The bad inputs that people really give: one line that says what, where and how to mend it, and the right code."""
 
 import errno
+import os
 import signal
 import socket
 import subprocess
@@ -15,11 +16,13 @@ from launch_testing import environment_content, job_content
 
 from trainyard.cli.app import run
 from trainyard.cli.output import write_page
+from trainyard.errors import InputError
 from trainyard.launch.checks import RunningJob
 from trainyard.launch.record import S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account, unwritable
 
+TINY = Path(__file__).resolve().parents[2] / "jobs" / "tiny.yaml"
 WriteJob = Callable[..., str]
 Refusal = Callable[[list[str], int], str]
 
@@ -184,11 +187,89 @@ def test_a_page_that_a_full_disk_cuts_short_is_no_page(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(Path, "write_text", cut_short)
-    (tmp_path / "old.html").touch()
-    for name, left in (("new.html", False), ("old.html", True)):
-        with pytest.raises(OSError, match="full"):
-            write_page(tmp_path / name, "<!doctype html>")
-        assert (tmp_path / name).exists() == left
+    (tmp_path / "old.html").write_bytes(b"an earlier one")
+    for name in ("new.html", "old.html"):
+        with pytest.raises(InputError, match=rf"^--html .*/{name}: can't be written \(full\); name"):
+            write_page("--html", tmp_path / name, "<!doctype html>")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("old.html", b"an earlier one")]
+
+
+def test_a_page_keeps_the_rights_and_the_link_of_the_one_before_it(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept.html", tmp_path / "link.html"
+    kept.write_text("an earlier one")
+    kept.chmod(0o640)
+    link.symlink_to(kept)
+    write_page("--html", link, "a page")
+    assert (link.is_symlink(), kept.read_text(), kept.stat().st_mode & 0o777) == (True, "a page", 0o640)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_page("--html", tmp_path / "pipe", "a page")
+    assert (os.read(reader, 100), (tmp_path / "pipe").is_fifo()) == (b"a page", True)
+    os.close(reader)
+
+
+_HOME = "only a shell takes ~ for a home; write the whole path"
+_ADDRESS = "must be a path of this machine, and no address"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "local-tiny-20260131120000-1a2b", "--out=PLACE"],
+        ["plan", "no.yaml", "--html=PLACE"],
+        ["isolation", "none.yaml", "--html=PLACE"],
+        ["canary", str(TINY), "--set", "training.steps=9", "--backend", "local", "--evidence=PLACE"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize(
+    ("place", "shown", "why"),
+    [
+        ("~/x", "~/x", _HOME),
+        ("~someone/x", "~someone/x", _HOME),
+        ("gs://bucket/x", "gs:/bucket/x", _ADDRESS),
+        ("gs:x", "gs:x", _ADDRESS),
+        ("s3://bucket/x", "s3:/bucket/x", _ADDRESS),
+        ("s3://", "s3:", _ADDRESS),
+        ("hdfs://host/x", "hdfs:/host/x", _ADDRESS),
+        (" ", " ", "names nothing"),
+    ],
+)
+def test_nothing_is_made_of_an_address_or_a_home_where_a_path_is_meant(
+    refusal: Refusal,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    place: str,
+    shown: str,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refusal([word.replace("PLACE", place) for word in words], 2)
+    option = words[-1].partition("=")[0]
+    assert line == " ".join(f"trainyard: {option} {shown}: {why}".split())
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_page_goes_to_no_folder(refusal: Refusal, tmp_path: Path) -> None:
+    said = refusal(["plan", "no.yaml", f"--html={tmp_path}"], 2)
+    assert said == f"trainyard: --html {tmp_path}: is a folder; name a file in it"
+
+
+@pytest.mark.parametrize(("place", "why"), [("~/state", _HOME), ("s3://bucket/state", _ADDRESS)])
+def test_the_state_folder_is_one_of_this_machine(
+    refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", place)
+    for words in (["jobs"], ["launch", str(TINY), "--backend", "local"], ["prices", "refresh"], ["emulator", "status"]):
+        assert refusal(words, 2) == f"trainyard: TRAINYARD_STATE_DIR {place}: {why}"
+    for command in ("trainyard.operate.quickstart", "trainyard.operate.image"):
+        done = subprocess.run(
+            [sys.executable, "-m", command, "build"][: 3 + command.endswith("image")], text=True, capture_output=True
+        )
+        assert (done.returncode, done.stderr) == (2, f"trainyard: TRAINYARD_STATE_DIR {place}: {why}\n")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("state", ["file/state", "link/state"])

@@ -99,16 +99,21 @@ def test_an_empty_path_is_not_the_folder_that_one_is_in(
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("to", ["~/kept", "~", "gs://bucket/x", "S3://bucket/x", "s3:/bucket/x", "file:///tmp/x"])
+@pytest.mark.parametrize(
+    "to", ["~/kept", "~", "gs://bucket/x", "S3://bucket/x", "s3:/bucket/x", "file:///tmp/x", "s3://", "s3:///x"]
+)
 def test_no_folder_is_made_of_an_address_or_a_home(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
     """`--to=~/kept` reaches the command as it stands; what was exported to gs:// was said to be there."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    why = (
-        "only a shell takes ~ for a home; write the whole path" if "~" in to else "must be an s3:// prefix or a folder"
-    )
+    if "~" in to:
+        why = "only a shell takes ~ for a home; write the whole path"
+    elif to in ("s3://", "s3:///x"):
+        why = "names no bucket; an s3:// prefix is s3://BUCKET/PREFIX"
+    else:
+        why = "must be an s3:// prefix or a folder"
     copied, exported = ["checkpoints", "copy", str(folder), to], ["export", str(folder), "--to", to]
     for words, what in ((copied, to), (exported, f"--to {to}")):
         assert run(words) == 2

@@ -89,6 +89,8 @@ def test_the_files_of_an_environment_go_where_they_are_asked_to(
         (["--environment", "nowhere", "--out", str(tmp_path)], "no such environment"),
         (["--environment", "local"], "--environment local: needs --out FOLDER"),
         (["--out", str(tmp_path / "file")], "can't be written"),
+        (["--out", "~/rules"], "--out ~/rules: only a shell takes ~ for a home"),
+        (["--out", "gs://bucket/rules"], "--out gs:/bucket/rules: must be a path of this machine"),
         (["--environment"], "expected one argument"),
         (["elsewhere"], "unrecognized arguments: elsewhere"),
     ):

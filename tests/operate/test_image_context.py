@@ -153,6 +153,8 @@ def options(**changes: object) -> Options:
         ({"efa": "none"}, "needs EFA"),
         ({"efa": "installer"}, "go together"),
         ({"efa_installer": Path("x")}, "go together"),
+        ({"output": Path("~/layout")}, "--output ~/layout: only a shell takes ~ for a home"),
+        ({"work": Path("s3://bucket/work")}, "--work s3:/bucket/work: must be a path of this machine"),
     ],
 )
 def test_what_cant_be_built_is_refused_first(changes: dict[str, object], words: str) -> None:

@@ -203,7 +203,7 @@ def test_the_verb_writes_a_file_or_says_why_not(
     assert run(["report", JOB_ID, "--out", "-"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("</html>")
     assert run(["report", JOB_ID, "--out", str(tmp_path / "none" / "r.html")]) == 2
-    assert "can't be written: No such file or directory" in capsys.readouterr().err
+    assert "can't be written (there is no folder" in capsys.readouterr().err
     assert run(["report", "acme-none-20260131120000-1a2b", "-e", "nowhere"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -69,5 +69,8 @@ def test_wrong_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "file").write_text("")
     assert main(["--out", str(tmp_path / "file"), "--max-mib", "0.5"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    for place in ("~/set", "gs://bucket/set"):
+        assert main(["--out", place]) == 2
+        assert capsys.readouterr().err.startswith(f"--out {Path(place)}: ")
     with pytest.raises(InputError, match="allow more"):
         prepare(tmp_path, vocab_size=300, seed=0, max_mib=0.0003)

@@ -236,6 +236,26 @@ def test_so_is_an_output_folder_that_nobody_can_write(
     )
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("~/out", "--output-dir ~/out: only a shell takes ~ for a home; write the whole path"),
+        ("s3://bucket/out", "--output-dir s3:/bucket/out: must be a path of this machine, and no address"),
+    ],
+)
+def test_so_is_an_output_folder_that_is_no_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str, said: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    job = write_job(tmp_path, "single")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["--job", str(job), "--output-dir", place]) == 2
+    assert capsys.readouterr().err == f"trainyard: {said}\n"
+    assert not any((tmp_path / "here").iterdir())
+
+
 def test_only_the_first_rank_of_a_host_speaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

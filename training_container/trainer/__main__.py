@@ -16,6 +16,7 @@ from trainer.importing import importing
 from trainer.leaving import EXIT_RESUME_ME, leave
 from trainer.observe.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
+from trainyard.spec.checkpoint_names import why_not_here
 from trainyard.spec.job import ResolvedJob, load_job, load_resolved
 
 RESUME_FILE = "resume_me"
@@ -111,6 +112,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _made(output_dir: Path) -> Path:
+    if (why := why_not_here(output_dir)) is not None:
+        raise InputError(f"--output-dir {output_dir}: {why}")
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from trainyard.cli.options import JsonOption
-from trainyard.cli.output import console, print_json, write_page
-from trainyard.errors import InputError
+from trainyard.cli.output import check_page, console, print_json, write_page
 
 
 def register(app: typer.Typer) -> None:
@@ -36,8 +35,8 @@ def isolation(
     from trainyard.launch.place import environment_file
     from trainyard.launch.session import checkout_root
 
-    if html is not None and not html.absolute().parent.is_dir():
-        raise InputError(f"--html {html}: {html.absolute().parent} is no directory; make it first")
+    if html is not None:
+        check_page("--html", html)
     spinner = console(stderr=True).status("synthesizing and evaluating")
     if sys.stderr.isatty():
         spinner.start()
@@ -48,10 +47,7 @@ def isolation(
     finally:
         spinner.stop()
     if html is not None:
-        try:
-            write_page(html, page(proof, broken))
-        except OSError as error:
-            raise InputError(f"--html {html}: can't be written ({error.strerror}); name another file") from None
+        write_page("--html", html, page(proof, broken))
     if as_json:
         print_json(proof.document() | ({"mutants": broken.document()} if broken else {}))
     else:

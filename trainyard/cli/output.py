@@ -1,12 +1,14 @@
 """What verbs print: results on stdout, progress and errors on stderr, JSON where a program reads."""
 
 import json
+import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainyard.errors import TrainyardError
+from trainyard.errors import InputError, TrainyardError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,16 +30,51 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def write_page(path: Path, text: str) -> None:
-    """A page that a verb was asked for; OSError where it can't be written. What a full disk cut short is no page."""
-    was_there = path.is_symlink() or path.exists()
+def check_page(option: str, path: Path) -> None:
+    """InputError before anything is worked out, where `option` names what no page can be written to."""
+    from trainyard.spec.checkpoint_names import why_not_here
+
+    if (why := why_not_here(path)) is not None:
+        raise InputError(f"{option} {_cut(path)}: {why}")
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError:
-        if not was_there:
+        is_folder, is_there = path.is_dir(), path.absolute().parent.is_dir()
+    except (OSError, ValueError) as error:
+        # A name that no file system takes: too long, or with a byte that ends it.
+        raise _unwritten(option, path, error) from None
+    if is_folder:
+        raise InputError(f"{option} {_cut(path)}: is a folder; name a file in it")
+    if not is_there:
+        raise InputError(f"{option} {_cut(path)}: can't be written (there is no folder {_cut(path.parent)})")
+
+
+def write_page(option: str, path: Path, text: str) -> None:
+    """The page that `option` asked for, whole or not at all: one that is there stays as it was on a full disk.
+    InputError where it can't be written."""
+    target = path.resolve()
+    is_kept = not target.exists() or target.is_file()  # what isn't, is a pipe or a device
+    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}") if is_kept else target
+    try:
+        draft.write_text(text, encoding="utf-8")
+        if is_kept:
+            if target.exists():
+                shutil.copymode(target, draft)
+            draft.replace(target)
+    except (OSError, ValueError) as error:
+        if is_kept:
             with suppress(OSError):
-                path.unlink()
-        raise
+                draft.unlink(missing_ok=True)
+        raise _unwritten(option, path, error) from None
+
+
+def _unwritten(option: str, path: Path, error: OSError | ValueError) -> InputError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return InputError(f"{option} {_cut(path)}: can't be written ({reason or error}); name another file")
+
+
+def _cut(path: Path) -> str:
+    """A path for a message, without the middle where it is endless."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
 def console(*, stderr: bool = False) -> "Console":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.options import JobFile, JsonOption, SetOption
-from trainyard.cli.output import console, write_page
+from trainyard.cli.output import check_page, console, write_page
 from trainyard.errors import InputError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _check_options(region: str, html: Path | None, search: bool, asked: Mapping[
     if types is not None and not str(types).replace(",", "").strip():
         raise InputError(f"--instances {types!r}: names no type; e.g. p5.48xlarge,p4d.24xlarge")
     if html is not None:
-        _check_folder(html)
+        check_page("--html", html)
     given = [name for name, value in asked.items() if value is not None]
     if given and not search:
         raise InputError(f"{given[0]}: belongs to --search; give both, or neither")
@@ -166,36 +166,12 @@ def _book() -> "PriceBook":
     return PriceBook.opened(price_file(), today=datetime.date.today())
 
 
-def _check_folder(page: Path) -> None:
-    """InputError before anything is planned, where the page has no folder to be written to."""
-    try:
-        there = page.absolute().parent.is_dir()
-    except (OSError, ValueError) as error:
-        # A name that no file system takes: too long, or with a byte that ends it.
-        raise InputError(f"--html {_cut(page)}: can't be written ({_reason(error)})") from None
-    if not there:
-        raise InputError(f"--html {_cut(page)}: can't be written (there is no folder {_cut(page.parent)})")
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-
-
-def _cut(path: Path) -> str:
-    """A path for a message, without the middle where it is endless."""
-    text = str(path)
-    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
-
-
 def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> None:
     from trainyard.planner.page import page_of
 
     job, drawn, refusal = _drawn(spec, region, book, found)
     text = page_of(job, drawn, book=book, search=found, refusal=refusal)
-    try:
-        write_page(file, text)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--html {_cut(file)}: can't be written ({_reason(error)})") from None
+    write_page("--html", file, text)
     print(f"{file}: written", file=sys.stderr)
 
 

@@ -40,14 +40,14 @@ def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = Non
     from trainyard.operate import prices
 
     prices.check_region(region)
-    types = prices.gpu_types(_named(instances))
+    types, file = prices.gpu_types(_named(instances)), price_file()
     with console(stderr=True).status("asking AWS"):
         found = prices.refresh(_client(), region, types, today=datetime.date.today())
-        total = prices.keep(price_file(), found)
+        total = prices.keep(file, found)
     if as_json:
-        print_json({"read": len(found.rows), "kept": total, "file": price_file(), "problems": found.problems})
+        print_json({"read": len(found.rows), "kept": total, "file": file, "problems": found.problems})
         return
-    print(f"{len(found.rows)} prices read, {total} in {price_file()}")
+    print(f"{len(found.rows)} prices read, {total} in {file}")
     for problem in found.problems:
         print(f"  {problem}")
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption, as_given
-from trainyard.cli.output import console, print_json, write_page
-from trainyard.errors import InputError
+from trainyard.cli.output import check_page, console, print_json, write_page
 
 TRACK_SECONDS = 15.0
 """Between two looks of --follow: the metrics of a job on AWS come with its checkpoints, minutes apart."""
@@ -71,20 +70,18 @@ def report(
     from trainyard.launch.place import place_of
     from trainyard.operate.job_report import report_of
 
+    is_printed = str(out) == "-"
+    if out is not None and not is_printed:
+        check_page("--out", out)
     with console(stderr=True).status("reading"):
         job_id = job_id_of(job)
         place = place_of(job_id, environment, tenant)
         page = report_of(place.located(watching.status(place.store, place.backend, job_id).record), place.s3)
-    if str(out) == "-":
+    if is_printed:
         print(page, end="")
         return
     path = out or Path(f"{job_id}.html")
-    try:
-        write_page(path, page)
-    except OSError as error:
-        raise InputError(
-            f"--out {path}: can't be written: {error.strerror}; name a file in a folder that is there"
-        ) from None
+    write_page("--out", path, page)
     print(path)
 
 

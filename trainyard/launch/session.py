@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors
+from trainyard.spec.checkpoint_names import why_not_here
 from trainyard.spec.platform import EnvironmentSpec
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ def checkout_root() -> Path:
 
 
 def state_root() -> Path:
-    """<checkout>/.trainyard, or TRAINYARD_STATE_DIR: the emulator's state, local jobs, the quickstart's outputs."""
-    return Path(os.environ.get("TRAINYARD_STATE_DIR") or checkout_root() / ".trainyard")
+    """<checkout>/.trainyard, or TRAINYARD_STATE_DIR: the emulator's state, local jobs, the quickstart's outputs.
+    InputError where that is no path of this machine: a folder called `~` would be made where one is."""
+    stated = os.environ.get("TRAINYARD_STATE_DIR")
+    if stated and (why := why_not_here(Path(stated))) is not None:
+        raise InputError(f"TRAINYARD_STATE_DIR {stated}: {why}")
+    return Path(stated) if stated else checkout_root() / ".trainyard"
 
 
 _CANNOT_WRITE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT})

@@ -16,6 +16,7 @@ import yaml
 from trainyard.errors import InputError, TrainyardError
 from trainyard.launch.place import environment_file
 from trainyard.launch.session import checkout_root
+from trainyard.spec.checkpoint_names import why_not_here
 from trainyard.spec.meters import BURNS, BY_NAME, OBJECTIVES, PANELS, PERIOD_MINUTES, Burn, Meter, Objective
 from trainyard.spec.platform import TenantSpec, load_environment
 
@@ -162,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--environment {given.environment}: needs --out FOLDER, as dashboards/ has everybody's limits"
             )
         tenants = load_environment(environment_file(given.environment)).tenants if given.environment else None
+        if given.out is not None and (why := why_not_here(given.out)) is not None:
+            raise InputError(f"--out {given.out}: {why}")
         folder = given.out or checkout_root() / "dashboards"
         for name, text in files(tenants).items():
             _write(folder / name, text)

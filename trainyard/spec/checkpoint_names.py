@@ -16,6 +16,9 @@ MOST_CLAIM_BYTES = 5000
 """Of what a claim's file says: the longest path that there may be, and a little."""
 
 _ADDRESS = re.compile(r"(s3[an]?|arn|gs|https?|file):", re.IGNORECASE)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""As a `Path` has left of an address: one of its slashes."""
+_HOME = "only a shell takes ~ for a home; write the whole path"
 
 
 def is_foreign(place: str) -> bool:
@@ -28,8 +31,26 @@ def why_not_written(place: str) -> str | None:
     """Why nothing is to be written to a place that somebody has just typed; None: it is a folder, or s3://. A folder
     called `~` or `gs:` would be made where one is, and who looks for it where it says finds nothing."""
     if place.lstrip().startswith("~"):
-        return "only a shell takes ~ for a home; write the whole path"
+        return _HOME
+    if names_no_bucket(place):
+        return "names no bucket; an s3:// prefix is s3://BUCKET/PREFIX"
     return "must be an s3:// prefix or a folder" if is_foreign(place) else None
+
+
+def names_no_bucket(place: str) -> bool:
+    """Whether it is on S3, and in no bucket: `s3://`, `s3:///x`."""
+    return place.startswith("s3://") and not place.removeprefix("s3://").partition("/")[0].strip()
+
+
+def why_not_here(path: Path) -> str | None:
+    """Why nothing is to be written to a path that somebody has just typed, where only this machine's files and folders
+    are meant; None: it is one. As `why_not_written`, which takes s3:// too."""
+    text = str(path).strip()
+    if text.startswith("~"):
+        return _HOME
+    if _ADDRESS.match(text) or _SCHEME.match(text):
+        return "must be a path of this machine, and no address"
+    return None if text else "names nothing"
 
 
 def place_for(name: str, stated: Any) -> str | None:

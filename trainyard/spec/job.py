@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from trainyard.errors import InputError
 from trainyard.spec.backends import BackendName
 from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml, worded
-from trainyard.spec.checkpoint_names import is_foreign
+from trainyard.spec.checkpoint_names import is_foreign, names_no_bucket
 from trainyard.spec.retention import BestSpec, Retention
 from trainyard.spec.tracking import JobTrackingSpec
 
@@ -539,8 +539,7 @@ class CheckpointSpec(SpecModel):
     @model_validator(mode="after")
     def _tiers(self) -> Self:
         destination = self.destination or ""
-        names_no_bucket = destination.startswith("s3://") and not destination.removeprefix("s3://").strip("/")
-        if is_foreign(destination) or names_no_bucket:
+        if is_foreign(destination) or names_no_bucket(destination):
             raise ValueError(
                 f"destination: must be an s3://BUCKET/PREFIX or a folder, e.g. /fsx/checkpoints (given:"
                 f" {self.destination})"

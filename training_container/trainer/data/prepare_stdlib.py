@@ -22,6 +22,7 @@ from typing import Any
 from trainer.data.token_cache import open_token_cache
 from trainer.data.tokenizer import JsonTokenizer
 from trainyard.errors import InputError, TrainyardError
+from trainyard.spec.checkpoint_names import why_not_here
 from trainyard.spec.job import DataSource
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -221,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError(
                 f"--vocab-size {options.vocab_size}: 256 bytes and the end token come first, so at least 300"
             )
+        if (why := why_not_here(options.out)) is not None:
+            raise InputError(f"--out {options.out}: {why}")
         try:
             manifest = prepare(options.out, vocab_size=options.vocab_size, seed=options.seed, max_mib=options.max_mib)
         except OSError as error:

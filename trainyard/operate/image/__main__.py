@@ -18,8 +18,8 @@ from trainyard.spec.platform import load_environment
 
 def main(arguments: list[str] | None = None) -> int:
     """0 done; 1 the build or the check failed; 2 the input was wrong; 3 AWS refused."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         options.verb(options)
     except TrainyardError as error:
         print(f"trainyard: {error}", file=sys.stderr)

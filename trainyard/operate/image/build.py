@@ -16,6 +16,7 @@ from pathlib import Path
 from trainyard.errors import InputError, JobFailedError
 from trainyard.operate.image import context as contexts
 from trainyard.operate.image.context import EPOCH, Context, Target
+from trainyard.spec.checkpoint_names import why_not_here
 
 LOCAL = "local"
 SUITE = "bookworm"
@@ -121,6 +122,9 @@ def check_options(options: Options) -> None:
         raise InputError("--efa none: an image with CUDA is for jobs over several hosts too, and needs EFA")
     if options.base == LOCAL and options.accelerator == "cuda":
         raise InputError("--accelerator cuda: the local base is Debian alone, without EFA; name a base with CUDA")
+    for option, path in (("--output", options.output), ("--work", options.work)):
+        if (why := why_not_here(path)) is not None:
+            raise InputError(f"{option} {path}: {why}")
     if options.output.exists() and not _may_be_written_anew(options.output):
         raise InputError(
             f"--output {options.output}: is there and no OCI layout, and all in it would be removed; name another"

@@ -11,6 +11,7 @@ from trainyard.errors import TrainyardError
 from trainyard.launch.session import checkout_root, state_root
 from trainyard.operate.quickstart.flow import run
 from trainyard.operate.quickstart.options import Options
+from trainyard.spec.checkpoint_names import why_not_here
 
 
 def main() -> int:
@@ -24,12 +25,13 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=None, help="the emulator's port (default: any free one)")
     parser.add_argument("--environment", type=_path, default=checkout_root() / "environments/local.yaml")
     parser.add_argument("--job", type=_path, default=checkout_root() / "jobs/quickstart.yaml")
-    parser.add_argument("--output-dir", type=_path, default=state_root() / "quickstart")
+    parser.add_argument("--output-dir", type=_path, help="default: in the state folder")
     arguments = parser.parse_args()
     # SIGTERM takes the same way out as Ctrl-C: what this run started is stopped.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     console = Console(stderr=False, width=None if sys.stdout.isatty() else 160)
     try:
+        arguments.output_dir = arguments.output_dir or state_root() / "quickstart"
         report = run(Options(checkout=checkout_root(), state_dir=state_root(), **vars(arguments)), console)
     except TrainyardError as error:
         print(f"trainyard: {error}", file=sys.stderr)
@@ -45,6 +47,8 @@ def main() -> int:
 
 def _path(text: str) -> Path:
     """As the caller means it: what the quickstart runs, runs in the checkout."""
+    if (why := why_not_here(Path(text))) is not None:
+        raise argparse.ArgumentTypeError(f"{text}: {why}")
     return Path(text).resolve()
 
 

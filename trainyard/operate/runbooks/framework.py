@@ -21,6 +21,7 @@ from typing import Any, Literal
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account, checkout_root, state_root
+from trainyard.spec.checkpoint_names import why_not_here
 
 Say = Callable[[str], None]
 Kind = Literal["fault", "neighbour", "clear", "unknown"]
@@ -122,6 +123,8 @@ def evidence_folder(runbook: str, chosen: Path | None) -> Path:
     while chosen is None and folder.exists():
         number += 1
         folder = parent / f"{runbook}-{stamp}-{number}"
+    if chosen is not None and (why := why_not_here(chosen)) is not None:
+        raise InputError(f"--evidence {chosen}: {why}")
     try:
         # Lines of a job and roles' names: the caller's alone.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
