@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +25,10 @@ from trainyard.launch import place as place_module
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation
 from trainyard.launch.backends import ByRecord
+from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.place import place_of
 from trainyard.launch.ray_jobs import HttpJobServer
-from trainyard.launch.record import FolderRecordStore, JobRecord
+from trainyard.launch.record import FolderRecordStore, JobRecord, update
 from trainyard.launch.session import Account
 from trainyard.launch.watch import Status
 from trainyard.operate import following
@@ -579,6 +581,43 @@ def test_who_waits_for_a_stop_or_a_resume_is_not_shown_what_was_said_before(
     assert [f"checkpoint step={step} committed" in text for step in (1, 2, 3)] == [all_of_it, all_of_it, True]
     if not terminal:
         assert [f"step {step}  loss" in text for step in (1, 2, 3)] == [all_of_it, all_of_it, True]
+
+
+@pytest.mark.parametrize("verb", ["logs --follow", "watch"])
+def test_who_follows_a_job_over_a_resume_is_shown_each_line_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: JobSpec,
+    resolved: ResolvedJob,
+    verb: str,
+) -> None:
+    """Both attempts write to one file; the first one's end fell between two looks."""
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    store = FolderRecordStore(tmp_path / "jobs")
+    record = record_without_tenant(job, resolved).with_attempt(submitted_at="2026-01-31T12:00:00+00:00")
+    store.create(record)
+    looks: list[int] = []
+
+    class Machine(LocalBackend):
+        def observe(self, record: JobRecord) -> Observation:
+            looks.append(record.attempt.number)
+            with (tmp_path / "jobs" / record.job_id / "log.txt").open("a") as log:
+                log.write(f"step={len(looks)} loss=2.5\n")
+            if len(looks) == 2:
+                update(
+                    store,
+                    record.job_id,
+                    lambda now: now.with_next_attempt().with_attempt(submitted_at=now.attempt.created_at),
+                )
+            return Observation("Training" if len(looks) < 5 else "Completed")
+
+    monkeypatch.setattr(place_module, "LocalBackend", Machine)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert run([*verb.split()[:1], record.job_id, *verb.split()[1:]]) == 0
+    printed = capsys.readouterr()
+    steps = re.findall(r"step[ =](\d+) ", printed.out if "logs" in verb else printed.err)
+    assert (looks, steps) == ([1, 1, 2, 2, 2], ["1", "2", "3", "4", "5"])
 
 
 def _status(record: JobRecord, state: str) -> Status:

@@ -251,6 +251,10 @@ def test_logs_are_every_hosts_and_the_drivers_own_words(contract: TenantContract
     (lost,) = backend.read_logs(record, cursor)
     assert lost.host == "node-0" and lost.text.startswith("(Ray gives no further log of this start here: Node is gone")
     assert backend.read_logs(record, cursor) == [], "said once"
+    again = record.with_next_attempt()
+    backend.submit(again, lambda _: None)
+    server.logs[again.attempt.training_job_name] = "INFO connected\n"
+    assert [line.text for line in backend.read_logs(again, cursor)] == ["INFO connected"], "its own driver's"
     server.refusal = 403, "<html>\n<h1>403</h1>\n</html>"
     (refused,) = backend.read_logs(record, cursor)
     assert refused.host == "node-1" and "here: Forbidden (HTTP 403); is its machine" in refused.text

@@ -267,6 +267,51 @@ def test_many_logs_are_read_less_often(store: FolderRecordStore) -> None:
     assert all(64 / seconds <= 25 for seconds in slept) and slept
 
 
+class ResumedBackend(ScriptedBackend):
+    """Somebody resumes the job before its third look, so that no look sees its first attempt's end. Its attempts write
+    to one log, as on this machine and on Slurm, or each to its own, as on SageMaker."""
+
+    def __init__(self, store: FolderRecordStore, *, num_streams: int = 1, one_log: bool) -> None:
+        super().__init__(TRAINING, TRAINING, TRAINING, COMPLETED)
+        self.store, self.num_streams, self.one_log, self.looks = store, num_streams, one_log, 0
+        self.logs: dict[str, list[str]] = {}
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        self.looks += 1
+        if self.looks == 3:
+            self.store.replace(self.store.read(JOB_ID), record.with_next_attempt())
+        return super().observe(record)
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        name = "log" if self.one_log else record.attempt.training_job_name
+        self.logs.setdefault(name, []).append(f"look {self.looks} of attempt {record.attempt.number}")
+        start = int(cursor.positions.get(f"{name} 0", "0"))
+        cursor.positions |= {f"{name} {index}": str(len(self.logs[name])) for index in range(self.num_streams)}
+        return [LogLine("host", text, None) for text in self.logs[name][start:]]
+
+
+@pytest.mark.parametrize("one_log", [True, False], ids=["one log", "a log each"])
+def test_a_watch_over_two_attempts_shows_each_line_once(store: FolderRecordStore, one_log: bool) -> None:
+    cursor, texts, attempts = LogCursor(), [], []
+    backend = ResumedBackend(store, one_log=one_log)
+    for status, lines in watch.watch(store, backend, JOB_ID, sleep=lambda _: None, cursor=cursor):
+        texts += [line.text for line in lines]
+        attempts.append(status.record.attempt.number)
+    assert attempts == [1, 1, 2], "the look that met another attempt was made again"
+    assert texts == ["look 1 of attempt 1", "look 2 of attempt 1", "look 4 of attempt 2"]
+    name = "log" if one_log else f"{JOB_ID}-r2"
+    assert cursor.positions[f"{name} 0"] == ("3" if one_log else "1"), "the caller sees how far they were read"
+
+
+def test_an_ended_attempts_logs_make_no_look_at_the_next_one_later(store: FolderRecordStore) -> None:
+    slept: list[float] = []
+    backend = ResumedBackend(store, num_streams=64, one_log=False)
+    backend.script = [*[TRAINING] * 5, COMPLETED]
+    list(watch.watch(store, backend, JOB_ID, sleep=slept.append))
+    assert backend.logs.keys() == {JOB_ID, f"{JOB_ID}-r2"}
+    assert slept == [64 / watch.STREAMS_A_SECOND] * 4
+
+
 def test_a_state_is_recorded_once_whatever_the_time_zone_it_was_looked_at_from(store: FolderRecordStore) -> None:
     """Earlier records hold it once for each, and hours were counted as often."""
     away = tuple(

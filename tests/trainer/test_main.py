@@ -1,5 +1,6 @@
 """The bare trainer as a command: under torchrun, alone, and with wrong input."""
 
+import contextlib
 import errno
 import json
 import math
@@ -309,20 +310,48 @@ def test_who_saved_asks_to_be_resumed_though_a_full_disk_takes_no_file_that_says
     assert capsys.readouterr().out == f"{path}: not written, its disk is full\n"
 
 
-def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
-    job = write_job(tmp_path, "single", steps=5000)
-    overrides = ("checkpoint.every_steps=4000", "checkpoint.last_save_seconds=0")
-    (rank,) = start_trainer(1, job, tmp_path / "out", *(part for item in overrides for part in ("--set", item)))
-    read_until(rank, "step=2 ")
-    shutil.rmtree(tmp_path / "out/checkpoints", ignore_errors=True)
-    (tmp_path / "out/checkpoints").write_text("a file where the folder of checkpoints should be")
-    rank.send_signal(signal.SIGTERM)
+def _put_a_file_in_the_place_of(folder: Path) -> None:
+    """Whatever a save makes there meanwhile."""
+    while not folder.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(IsADirectoryError):
+            folder.write_text("a file where the folder of checkpoints should be")
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides", "ran", "goes_on"),
+    [
+        ("stopped", ("every_steps=4000",), "stopped at step {step}", "no checkpoint is there, so it begins anew"),
+        ("ended", ("every_steps=4000",), "all 400 steps ran", "no checkpoint is there, so it begins anew"),
+        ("saved before", ("every_steps=2",), "stopped at step {step}", "it continues from step {saved}"),
+        (
+            "on the host's disk",
+            ("every_steps=4000", "local_directory={near}"),
+            "stopped at step {step}",
+            "it continues from the last checkpoint that it finds",
+        ),
+    ],
+    ids=["stopped", "ended", "saved before", "on the host's disk"],
+)
+def test_an_end_whose_save_fails_never_says_resume_me_and_says_what_the_next_start_goes_on_from(
+    tmp_path: Path, case: str, overrides: tuple[str, ...], ran: str, goes_on: str
+) -> None:
+    job = write_job(tmp_path, "single", steps=400 if case == "ended" else 5000)
+    given = [f"checkpoint.{one.format(near=tmp_path / 'near')}" for one in (*overrides, "last_save_seconds=0")]
+    (rank,) = start_trainer(1, job, tmp_path / "out", *(part for item in given for part in ("--set", item)))
+    shown = read_until(rank, "checkpoint step=2 committed" if case == "saved before" else "step=2 ")
+    _put_a_file_in_the_place_of(tmp_path / "out/checkpoints")
+    if case != "ended":
+        rank.send_signal(signal.SIGTERM)
     ((code, output),) = finish([rank], timeout_seconds=600)
     assert code == 1, output
     assert not (tmp_path / "out/resume_me").exists()
+    assert not (tmp_path / "out/result.json").exists(), "which would tell of an end that is saved"
     last = output.strip().splitlines()[-1]
-    assert "but the last checkpoint could not be saved" in last
-    assert last.endswith("start the job again: no checkpoint is there, so it begins anew")
+    step = re.findall(r"^step=(\d+) ", output, re.MULTILINE)[-1]
+    saved = re.findall(r"checkpoint step=(\d+) committed", f"{shown}{output}")
+    assert f"{ran.format(step=step)}, but the last checkpoint could not be saved: " in last
+    assert last.endswith(f"start the job again: {goes_on.format(saved=saved[-1] if saved else None)}")
 
 
 @pytest.mark.slow

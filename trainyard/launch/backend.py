@@ -64,13 +64,10 @@ class LogCursor:
     """How far logs have been read: a backend's own position per stream."""
 
     positions: dict[str, str] = field(default_factory=dict)
+    """By a name that is one log's for ever: of attempts that write to one log, as on this machine and on Slurm, the
+    next one goes on in it, and what has been read is read no more; those that write to their own have other names."""
     more: bool = False
     """The last read stopped before the end of what is there: read again at once."""
-
-    def begin_anew(self) -> None:
-        """Back to where nothing has been read: another attempt has logs of its own."""
-        self.positions.clear()
-        self.more = False
 
 
 class Backend(Protocol):

@@ -139,7 +139,7 @@ class RayBackend:
                     lines += _unseen(host, actor, error.words, cursor)
         own = "".join(line for line in driver.splitlines(keepends=True) if not line.startswith(EVENT))
         cursor.more = False
-        return [*lines, *_new_lines("driver", "driver", own.encode(), cursor)]
+        return [*lines, *_new_lines("driver", f"driver of {name}", own.encode(), cursor)]
 
 
 def submission(record: JobRecord, place: RayPlace) -> dict[str, Any]:

@@ -166,17 +166,17 @@ def watch(
 ) -> Iterator[tuple[Status, list[LogLine]]]:
     """The job's state and its new log lines, again and again, until it has ended and its logs are read.
 
-    `cursor`: the caller's, who sees by it how far the newest attempt's were read.
+    `cursor`: the caller's, who sees by it how far they were read.
     SilentError or AwsAwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on
     without being seen.
     """
     cursor = cursor or LogCursor()
-    attempt, away = None, MOST_AWAY_LOOKS
+    attempt, ended_logs, away = None, 0, MOST_AWAY_LOOKS
     while True:
         try:
             current = status(store, backend, job_id, options=options)
             if attempt not in (None, current.record.attempt.number):
-                cursor.begin_anew()
+                ended_logs = len(cursor.positions)
             attempt = current.record.attempt.number
             # Asked before the logs are read: lines written before the end are then always seen.
             finished = current.finished or current.observation is None
@@ -193,7 +193,7 @@ def watch(
             continue
         if finished:
             return
-        sleep(POLL_SECONDS * max(1.0, len(cursor.positions) / STREAMS_A_SECOND))
+        sleep(POLL_SECONDS * max(1.0, (len(cursor.positions) - ended_logs) / STREAMS_A_SECOND))
 
 
 def may_be_resumed(record: JobRecord) -> bool:

@@ -80,7 +80,7 @@ class Course:
         """Read what is new. What can't be read now is left for the next look; rows take the place of lines."""
         is_new = record.attempt.number != self._attempt
         if is_new:
-            self._attempt, self._cursor = record.attempt.number, LogCursor()
+            self._attempt = record.attempt.number
         try:
             is_here = own_folder(place, record) is not None
             if not is_here:
