@@ -3,17 +3,21 @@
 import io
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from launch_testing import JOB_ID
 from rich.console import Console
 
+from trainyard.cli import live
 from trainyard.cli.app import run
 from trainyard.cli.live_view import SPARKS, duration, sparkline, view
 from trainyard.cli.seen import Seen
-from trainyard.launch.backend import LogLine, Observation
-from trainyard.launch.record import Attempt, JobRecord, StateChange
+from trainyard.errors import InputError
+from trainyard.launch.backend import LogCursor, LogLine, Observation
+from trainyard.launch.record import Attempt, FolderRecordStore, JobRecord, StateChange
 from trainyard.launch.spending import billed_seconds, spent
 from trainyard.launch.watch import Status
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -137,6 +141,74 @@ def test_only_the_time_on_machines_costs(running: JobRecord) -> None:
     assert at_spot is not None and at_spot.usd == Decimal("3.33")
     assert spent(running.model_copy(update={"plan": {}}), now=NOON) is None
     assert spent(running.model_copy(update={"backend": "local"}), now=NOON) is None
+
+
+class Logged:
+    """A backend whose log is read a page at a time; each look takes the next state, the last one stays."""
+
+    def __init__(self, pages: list[list[str]], *states: str | None) -> None:
+        self.pages, self.states_to_come = pages, list(states)
+
+    def observe(self, _: JobRecord) -> Observation | None:
+        states = self.states_to_come
+        state = states.pop(0) if len(states) > 1 else states[0]
+        return Observation(state) if state else None
+
+    def read_logs(self, _: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        number = int(cursor.positions.get("page", "0"))
+        cursor.positions["page"], cursor.more = str(number + 1), number == 0
+        return [LogLine("algo-1", text, None) for page in self.pages[number : number + 1] for text in page]
+
+
+def followed(
+    running: JobRecord, folder: Path, backend: Logged, *, quiet: bool = False, from_now: bool = False
+) -> Status:
+    store = FolderRecordStore(folder)
+    store.create(running)
+    place: Any = SimpleNamespace(store=store, backend=backend)
+    return live.follow(place, JOB_ID, quiet=quiet, from_now=from_now)
+
+
+def step(number: int) -> str:
+    return f"step={number} loss=2.5 tokens_per_second=10.0"
+
+
+@pytest.mark.parametrize("from_now", [False, True])
+def test_who_waits_from_now_on_is_shown_what_comes_and_not_what_was_there(
+    running: JobRecord,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    from_now: bool,
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    past = [[step(1), "checkpoint step=1 committed uri=x"], [step(2)]]  # in two reads, as of a log of a million lines
+    backend = Logged([*past, [step(3), "checkpoint step=3 committed uri=x"]], *["Training"] * 3, "Completed")
+    assert followed(running, tmp_path, backend, from_now=from_now).state == "Completed"
+    lines = capsys.readouterr().err.splitlines()
+    shown = [line.split()[1] for line in lines if line.startswith("step ")]
+    assert shown == (["3"] if from_now else ["1", "2", "3"])
+    saved = [line.split()[1] for line in lines if line.startswith("checkpoint ")]
+    assert saved == (["step=3"] if from_now else ["step=1", "step=3"])
+    assert [line for line in lines if line.startswith(JOB_ID)] == [f"{JOB_ID}: Training", f"{JOB_ID}: Completed"]
+
+
+def test_a_program_that_waits_is_told_the_end_alone(
+    running: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    last = followed(running, tmp_path, Logged([[step(1)], [step(2)]], "Training", "Failed"), quiet=True)
+    assert (last.state, last.finished) == ("Failed", True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_who_waits_for_a_job_that_its_backend_forgot_is_told_how_it_starts_again(
+    running: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    begun = running.with_attempt(submitted_at=NOON.isoformat())
+    with pytest.raises(InputError, match=f"^job {JOB_ID}: the backend no longer knows it: `trainyard resume {JOB_ID}`"):
+        followed(begun, tmp_path, Logged([[step(1)], []], "Training", None))
 
 
 def test_watch_of_no_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,57 @@ def test_following_ends_with_the_job_and_shows_its_last_lines(store: FolderRecor
     assert len(slept) == 2 and max(slept) <= 2.0, "nobody looks at a still screen for more than 2 s"
 
 
+class PagedBackend(ScriptedBackend):
+    """A log of which a read brings one page."""
+
+    def __init__(self, pages: list[list[str]], *script: Observation | None) -> None:
+        super().__init__(*script)
+        self.pages = pages
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        pages, begun = self.pages, int(cursor.positions.get("page", "0"))
+        ended = min(begun + 1, len(pages))
+        cursor.positions["page"], cursor.more = str(ended), ended < len(pages)
+        return [LogLine("algo-1", text, None) for page in pages[begun:ended] for text in page]
+
+
+def test_what_is_left_of_a_log_is_read_at_once_and_before_an_ended_job_is_left(store: FolderRecordStore) -> None:
+    backend = PagedBackend([["a"], [], ["b"], ["c"]], TRAINING, TRAINING, COMPLETED)
+    slept: list[float] = []
+    cursor = LogCursor()
+    seen = watch.watch(store, backend, JOB_ID, sleep=slept.append, cursor=cursor)
+    assert [(status.state, [line.text for line in lines], cursor.more) for status, lines in seen] == [
+        ("Training", ["a"], True),
+        ("Training", [], True),
+        ("Completed", ["b"], True),
+        ("Completed", ["c"], False),
+    ]
+    assert slept == [], "there was more at each look, and then the end"
+    assert cursor.positions == {"page": "4"}, "the caller's own, who goes on from there"
+
+
+def test_who_goes_on_from_a_cursor_is_shown_nothing_twice(store: FolderRecordStore) -> None:
+    backend = PagedBackend([["a"], ["b"]], COMPLETED)
+    cursor = LogCursor(positions={"page": "1"})
+    seen = watch.watch(store, backend, JOB_ID, sleep=lambda _: None, cursor=cursor)
+    assert [line.text for _, lines in seen for line in lines] == ["b"]
+
+
+def test_a_look_without_an_answer_moves_no_cursor(store: FolderRecordStore) -> None:
+    class Away(PagedBackend):
+        def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+            reads.append(cursor.positions.get("page", "0"))
+            if len(reads) in (2, 3):
+                raise AwsAwayError("no answer")
+            return super().read_logs(record, cursor)
+
+    reads: list[str] = []
+    backend = Away([["a"], ["b"]], TRAINING, COMPLETED)
+    seen = watch.watch(store, backend, JOB_ID, sleep=lambda _: None)
+    assert [line.text for _, lines in seen for line in lines] == ["a", "b"]
+    assert reads == ["0", "1", "1", "1"]
+
+
 class AwayBackend(ScriptedBackend):
     """Does not answer the looks whose numbers (from 0) are given."""
 
