@@ -9,9 +9,12 @@ from botocore.exceptions import ClientError
 
 from trainyard.cli.app import run
 from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.backend import Observation, SilentError
 from trainyard.launch.compare import Line, compare
 from trainyard.launch.launcher import new_record
+from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange
+from trainyard.operate.canary import seen
 from trainyard.planner import resolve
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
@@ -235,6 +238,41 @@ def test_the_verb_prints_a_table_and_json(
     assert document["lines"][0]["measured"] == 2.2 and document["num_steps"] == 5
     assert run(["compare", "acme-none-20260131120000-ffff", "-e", "nowhere"]) == 2
     assert "no such environment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        (Observation("Completed", ended_at="2026-01-31T14:00:00+00:00"), "Completed"),
+        (None, "Created"),
+        (SilentError("the cluster does not answer"), "Created"),
+        (AwsRefusedError("describing the job: AccessDenied"), "Created"),
+    ],
+    ids=["ended", "forgotten", "silent", "refused"],
+)
+def test_the_verbs_that_judge_a_job_know_an_end_that_nobody_has_looked_at(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: Observation | Exception | None,
+    state: str,
+) -> None:
+    """What had completed was said to be compared once it completes."""
+
+    def observe(*_: object) -> Observation | None:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(LocalBackend, "observe", observe)
+    record = recorded(tmp_path / "jobs", PLAN)
+    write(tmp_path / "jobs", record, [row(step, 2.2) for step in range(1, 9)])
+    assert run(["compare", record.job_id, "--json"]) == 0
+    waits = [note for note in json.loads(capsys.readouterr().out)["notes"] if note.startswith("the job is ")]
+    until = f"the job is {state}: hours, goodput and dollars are compared when it has completed"
+    assert waits == ([] if state == "Completed" else [until])
+    assert seen(record.job_id, "local", None).state == state
 
 
 def test_of_a_job_that_was_stopped_half_way_nobody_waits_for_more(tmp_path: Path) -> None:

@@ -149,6 +149,26 @@ def test_jobs_are_listed_newest_first(store: RecordStore, make_record: MakeRecor
     assert store.job_ids() == [ids[1], ids[2], ids[0]] == newest_first(ids)
 
 
+def test_a_job_whose_record_finds_no_room_leaves_no_folder(
+    tmp_path: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder, record = FolderRecordStore(tmp_path / "jobs"), make_record(JOB_ID)
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.create(record)
+    assert not any((tmp_path / "jobs").iterdir())
+    stored = folder.create(record)
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.replace(stored, record)
+    assert folder.read(JOB_ID).record == record, "one that is there stays"
+
+
 def test_a_torn_record_is_one_line_not_a_traceback(tmp_path: Path) -> None:
     folder = FolderRecordStore(tmp_path)
     folder.directory(JOB_ID).mkdir()

@@ -30,10 +30,11 @@ def compare(
     Example: trainyard compare acme-stdlib-llama-20260131120000-1a2b
     """
     from trainyard.launch.compare import compare as compare_job
+    from trainyard.launch.watch import record_now
 
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
-        found = compare_job(place.located(place.store.read(job_id).record), place.s3)
+        found = compare_job(place.located(record_now(place.store, place.backend, job_id)), place.s3)
     if as_json:
         print_json(found.document())
         return

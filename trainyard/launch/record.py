@@ -11,7 +11,7 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from pathlib import Path
@@ -328,10 +328,18 @@ class FolderRecordStore:
 
     def create(self, record: JobRecord) -> StoredRecord:
         """Write a new record; InputError where the job id is taken."""
-        with self._locked(record.job_id) as path:
-            if path.exists():
-                raise InputError(f"job {record.job_id}: exists already; launch again")
-            return _write_atomically(path, record)
+        directory, stored = self.directory(record.job_id), None
+        try:
+            with self._locked(record.job_id) as path:
+                if path.exists():
+                    raise InputError(f"job {record.job_id}: exists already; launch again")
+                stored = _write_atomically(path, record)
+        except OSError:  # a full disk: no job, and so no folder of one
+            with suppress(OSError):
+                (directory / ".record.lock").unlink(missing_ok=True)
+                directory.rmdir()
+            raise
+        return stored
 
     def replace(self, stored: StoredRecord, record: JobRecord) -> StoredRecord:
         """Write `record`; RecordConflictError where somebody else wrote since."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from trainyard.errors import AwsAwayError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.functions import job_resumer
 from trainyard.launch.backend import (
     AwayError,
@@ -138,6 +138,15 @@ def status(store: RecordStore, backend: Backend, job_id: str, *, options: str = 
         if refreshed.attempt.number == record.attempt.number:
             return Status(refreshed, observation, options)
         # Somebody resumed the job in between: what was seen is of the attempt before.
+
+
+def record_now(store: RecordStore, backend: Backend, job_id: str) -> JobRecord:
+    """The record with what its backend says now; as somebody saw it last where that can't be asked: what was measured
+    outlives a cluster. InputError where there is none."""
+    try:
+        return status(store, backend, job_id).record
+    except (SilentError, AwsRefusedError):
+        return store.read(job_id).record
 
 
 def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) -> JobRecord:

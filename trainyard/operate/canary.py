@@ -25,6 +25,7 @@ from trainyard.launch.backend import Say
 from trainyard.launch.place import environment_file, place_of
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account, open_account
+from trainyard.launch.watch import record_now
 from trainyard.operate.course import LOSS, Row, curve, dumped, newest_rows, units_per_second, value_at
 from trainyard.operate.image import publish
 from trainyard.operate.runbooks.figures import diverged
@@ -404,5 +405,5 @@ def run_job(job: Path, options: Sequence[str], folder: Path, name: str, environm
 def seen(job_id: str, environment: str, tenant: str | None) -> Ran:
     """A job as it is now."""
     place = place_of(job_id, environment, tenant)
-    record = place.store.read(job_id).record
+    record = record_now(place.store, place.backend, job_id)
     return Ran(job_id, record.state, record.attempt.failure, newest_rows(place, record), record)
