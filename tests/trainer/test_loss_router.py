@@ -10,14 +10,17 @@ from trainer.losses.router import balance_of
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.models.build import build_model
 from trainer.strategies import check_supported
+from trainer.strategies.expert_parallel import expert_modules
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainer_testing.families import FAMILIES
+from trainer_testing.mixtures import MIXTURES, mixture
 from trainer_testing.strategy_worker import RunRequest, run
 from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trainyard.errors import InputError
 from trainyard.spec.notes import NORMALIZES
+from trainyard.spec.support import ROUTER_FAMILIES
 
 LEAST = 1e-6
 """Of a router that computes in float32 whatever the model does."""
@@ -66,6 +69,31 @@ def test_loss_and_gradients_are_those_of_transformers_own_loss(family: str, kind
     model.eval()
     without = sequence_loss_sum(model, TinyBatch(tokens, labels), CPU) / num_targets
     assert without.item() == pytest.approx(plain_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("gpt_oss", "qwen2_moe") else pytest.mark.slow)
+        for name in sorted(ROUTER_FAMILIES & MIXTURES.keys())
+    ],
+)
+def test_so_is_that_of_other_families(family: str) -> None:
+    """Each has a function, and a name for how many are chosen, of its own; one layer of two is a mixture, or both."""
+    job = tiny_job("single", 1, model=mixture(family), document_masks=False, precision="fp64")
+    model: Any = build_model(job, vocab_size=VOCAB_SIZE).train()
+    assert 1 <= len(expert_modules(model)) <= 2
+    tokens, labels = (part[:3] for part in global_batch(1))
+    num_targets = int((labels[:, 1:] != IGNORED_LABEL).sum())
+    ours = trained(model, sequence_loss_sum(model, TinyBatch(tokens, labels), CPU) / num_targets)
+    output = model(input_ids=tokens, labels=labels)
+    chosen, factor = model.config.num_experts_per_tok, model.config.router_aux_loss_coef
+    everywhere = balance_of(output.router_logits, chosen, torch.ones(tokens.numel(), dtype=torch.bool))
+    torch.testing.assert_close(everywhere, output.aux_loss, check_dtype=False)
+    padded = balance_of(output.router_logits, chosen, (labels != IGNORED_LABEL).flatten())
+    theirs = trained(model, output.loss + factor * (padded - everywhere))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def test_what_can_not_be_cut_is_one_line(changes: dict[str, Any], layout: dict[s
 @pytest.mark.parametrize(
     ("model_type", "degrees", "message"),
     [
-        ("olmoe", {"tensor": 2}, r"^parallelism\.tensor: 2 needs .* olmoe is not"),
-        ("olmoe", {"tensor": 2, "data_shard": 4, "expert": 4}, r"^parallelism\.expert: 4 needs .* olmoe is not"),
+        ("inkling2_text", {"tensor": 2}, r"^parallelism\.tensor: 2 needs .* inkling2_text is not"),
+        ("inkling2_text", {"tensor": 2, "data_shard": 4, "expert": 4}, r"^parallelism\.expert: 4 needs .*text is not"),
         ("mixtral", {"tensor": 3}, r"^parallelism\.tensor: 3 does not divide the model's 8 experts"),
     ],
 )

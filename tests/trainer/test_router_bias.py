@@ -16,6 +16,7 @@ from trainer.models.build import build_model
 from trainer.optimizers.router_bias import BUFFER, RouterBias, described, routers_of
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
+from trainer_testing.mixtures import mixture
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
 from trainer_testing.support_table import save_sources, source_of
 from trainer_testing.tiny import VOCAB_SIZE, global_batch, tiny_job
@@ -217,8 +218,12 @@ def test_routers_of_other_families_are_moved_alike(families: tuple[str, ...], tm
             "none moved twice alike",
         )
         assert worst_relative_error(other, result) > 1e-5, (name, "no token went elsewhere")
-    for engine in ("ddp", "fsdp", "zero3"):
-        asked = [RunRequest(engine, last_step=4, job=job, weights=file) for job, file in zip(moved, files, strict=True)]
+    for engine in ("ddp", "fsdp", "expert2-fsdp2", "zero3"):
+        layout = {"parallelism": LAYOUTS[engine]}
+        asked = [
+            RunRequest(engine, last_step=4, job=job | layout, weights=file)
+            for job, file in zip(moved, files, strict=True)
+        ]
         for name, result, reference in zip(known, run(2, asked), ones, strict=True):
             assert worst_relative_error(result, reference) < 1e-5, (name, engine)
             assert result["weights_error"] < 1e-2, (name, engine)
@@ -279,6 +284,13 @@ def test_the_start_advises_nothing_that_is_refused(family: str, own: dict[str, A
     moved = tiny_job("single", 1, model=settings, document_masks=False, optimizer={"router_bias_rate": RATE})
     with pytest.raises(InputError, match=f"not in {family}"):
         check_supported(moved, device_type="cpu")
+
+
+def test_beside_the_auxiliary_loss_it_is_not_said_to_be_all_that_balances() -> None:
+    """MiniMax-M2 has both."""
+    job = tiny_job("single", 1, model=mixture("minimax_m2"), document_masks=False)
+    told = described(build_model(job, vocab_size=VOCAB_SIZE), job)
+    assert told is not None and told.endswith("the routers' auxiliary loss keeps the experts' loads even")
 
 
 @pytest.mark.parametrize(

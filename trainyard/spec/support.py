@@ -45,8 +45,29 @@ OTHER_TENSOR_FAMILIES = frozenset(
 )
 """Model types whose matrices are cut by transformers' plan, each tried at two ranks alone (`test_more_families`)."""
 
-EXPERT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
-"""Model types with packed experts that are called as (hidden states, chosen experts, their weights); each tested."""
+EXPERT_FAMILIES = frozenset(
+    {
+        *("afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3"),
+        *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_text"),
+        *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
+        *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral"),
+        *("nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+        "zaya",
+    }
+)
+"""Model types with packed experts that are called as (hidden states, chosen experts, their weights).
+
+Each is tested at two ranks, in float64: those of PIPELINE_FAMILIES in the parity suite, with every other axis, the
+others by `tests/trainer/test_expert_families.py`."""
+
+UNSPREAD_EXPERTS: Mapping[str, str] = {
+    "dbrx": "they are rows of one flat matrix",
+    "jetmoe": "its attention's heads are experts too, and all are given rows that are sorted already",
+    "llama4_text": "they are given every token, those that were not chosen with zeros, and no choice",
+    "longcat_flash": "some of them are no weights but hand their tokens on",
+}
+"""Mixtures whose experts take another call, or lie in memory otherwise -> how."""
 
 DOCUMENT_FAMILIES = frozenset(
     {
@@ -79,7 +100,13 @@ NO_RECOMPUTATION = frozenset(
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """config.layer_types that look through a mask."""
 
-ROUTER_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
+ROUTER_FAMILIES = frozenset(
+    {
+        *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+        *("granitemoeshared", "jamba", "laguna", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe"),
+        *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+    }
+)
 """Model types whose router logits are tested; each gives one (tokens, experts) tensor a layer."""
 
 ROUTER_BIAS_FAMILIES = frozenset(
@@ -239,6 +266,10 @@ def expert_obstacle(model_type: str, num_experts: int, layout: ParallelismSpec) 
         )
     # Tensor parallelism alone divides experts too: what is named is what the job set.
     asked = f"parallelism.expert: {layout.expert}" if layout.expert > 1 else f"parallelism.tensor: {layout.tensor}"
+    if (reason := UNSPREAD_EXPERTS.get(model_type)) is not None:
+        return (
+            f"{asked}: {model_type}'s experts are not put on different ranks: {reason}; set it to 1 and use data_shard"
+        )
     if model_type not in EXPERT_FAMILIES:
         return (
             f"{asked} needs a mixture of experts that is verified for it, model_type"

@@ -35,7 +35,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
 
 def num_experts_of(config: PretrainedConfig) -> int:
     """Routed experts a layer; 0 for a model without."""
-    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    names = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
     return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.losses.router import is_asked_for
 from trainer.models.facts import num_experts_of
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.support import ROUTER_BIAS_FAMILIES
@@ -40,8 +41,9 @@ def described(model: nn.Module, job: ResolvedJob) -> str | None:
     rate = job.spec.training.optimizer.router_bias_rate
     if rate is not None:
         return f"{BUFFER} moves by {rate:g} a step against each expert's load"
-    # No auxiliary loss is on beside it: none is verified in such a family (ROUTER_FAMILIES), others are refused.
     config: Any = model.config
+    if is_asked_for(config):
+        return f"{BUFFER} stays as it is; the routers' auxiliary loss keeps the experts' loads even"
     if config.model_type not in ROUTER_BIAS_FAMILIES:
         return (
             f"{BUFFER} stays as it is, and nothing else keeps the experts' loads even: no way to move it is verified"

@@ -9,13 +9,15 @@ expert would be many small products, and slices of packed gate and up matrices a
 describe. Ranks of the tensor axis hold the same tokens, so each sends those alone that chose experts at its own place
 along it, and what its experts give is a part of a sum over the axis, which `tensor_parallel` takes.
 
-An expert weight stays one packed tensor (experts, out, in) under its Hugging Face name. The expert and tensor axes
+An expert weight stays one packed tensor (experts, out, in) under its Hugging Face name; its own forward computes what
+it is, so that gates, biases and transposed or interleaved matrices are no matter here. The expert and tensor axes
 split its first dimension and FSDP another one, so that a checkpoint describes it plainly and any layout can load it.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,6 +34,12 @@ from trainyard.spec.job import ParallelismSpec
 
 EXPERT_DIM = 0
 """The dimension of an expert weight that the expert and tensor axes split."""
+
+MATRICES, BIASES = 3, 2
+"""Dimensions of a layer's packed weights: (experts, out, in) or (experts, in, out), and (experts, out)."""
+
+_NUM_ARGUMENTS = 3
+"""Of an experts module that is told which are chosen: hidden states, experts, their weights."""
 
 
 def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
@@ -74,15 +82,19 @@ def _shard_placement(weight: nn.Parameter, num_ranks: int) -> Shard:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold packed experts: whose every parameter has one slice an expert."""
+    """The modules that hold packed experts: whose every parameter has one slice an expert, a matrix or (gpt-oss) its
+    bias, and that are called with (hidden states, chosen experts, their weights)."""
     return [module for module in model.modules() if _num_experts(module) is not None]
 
 
 def _num_experts(module: nn.Module) -> int | None:
     number = getattr(module, "num_experts", None)
     own = list(module.parameters(recurse=False))
-    is_packed = bool(own) and all(weight.ndim == 3 and weight.size(0) == number for weight in own)
-    return number if is_packed else None
+    # A router has a row an expert, and no matrix; JetMoE's and Llama 4's experts are given rows, and no choice.
+    is_packed = any(weight.ndim == MATRICES for weight in own) and all(
+        weight.ndim in (BIASES, MATRICES) and weight.size(0) == number for weight in own
+    )
+    return number if is_packed and len(signature(module.forward).parameters) == _NUM_ARGUMENTS else None
 
 
 def _split(module: nn.Module, mesh: DeviceMesh) -> None:

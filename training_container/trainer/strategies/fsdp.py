@@ -30,9 +30,6 @@ _ROTATIONS = "position_embeddings"
 _PACKED_DIMS = 3
 """Of a layer's experts in one weight: (experts, out, in)."""
 
-INNER_DIMS = (1, 2)
-"""Those of an expert, of which FSDP splits the first that its ranks divide: it splits none but dimension 0 unevenly."""
-
 
 class FullyShardedStrategy(TorchStrategy):
     """One FSDP unit a transformer block (or as `fsdp` says), the rest (embedding, last norm, head) the root's.
@@ -139,15 +136,14 @@ def _keep_positions(block: nn.Module) -> None:
     FSDP casts all that a unit is given to the type of its weights. Families that rotate in float32 (OLMo's, ERNIE's)
     leave their rotations in it: in bf16 they would have three digits, where one process and DDP have seven.
     """
-    given: list[Any] = []
+    given: list[dict[str, Any]] = []  # by name, since a layer without rotations may be given None (BEAM's)
 
     def take(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given.append(named.get(_ROTATIONS))
+        given.append({name: value for name, value in named.items() if name == _ROTATIONS})
         return args, {name: value for name, value in named.items() if name != _ROTATIONS}
 
     def give(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        rotations = given.pop()
-        return args, named if rotations is None else named | {_ROTATIONS: rotations}
+        return args, named | given.pop()
 
     block.register_forward_pre_hook(take, prepend=True, with_kwargs=True)
     block.register_forward_pre_hook(give, with_kwargs=True)
@@ -165,8 +161,8 @@ def placement_of(weight: nn.Parameter, num_ranks: int) -> Shard | None:
 
 
 def inner_placement(weight: nn.Parameter, num_ranks: int) -> Shard | None:
-    """Packed experts cut inside of each; None where the ranks divide neither dimension."""
-    return next((Shard(dim) for dim in INNER_DIMS if weight.size(dim) % num_ranks == 0), None)
+    """Packed experts cut inside of each; None where the ranks divide none of the dimensions."""
+    return next((Shard(dim) for dim in range(1, weight.ndim) if weight.size(dim) % num_ranks == 0), None)
 
 
 def shard(module: nn.Module | list[nn.Module], **settings: Any) -> None:

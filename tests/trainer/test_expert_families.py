@@ -1,0 +1,141 @@
+"""Further families' experts on different ranks: how they are packed, that each equals one process, checkpoints.
+
+In float64, with accumulation, clipping, unequal sequences and, where a family has one, the routers' auxiliary loss: the
+micro-batches are one process's, so that it is the same quantity. Layouts of the families that every axis takes are in
+`parity` and test_context_expert.py.
+"""
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from trainer.models.build import build_model
+from trainer.models.facts import num_experts_of
+from trainer.strategies import check_supported
+from trainer.strategies.expert_parallel import BIASES, expert_modules
+from trainer_testing.families import OWN_SIZES, TINY
+from trainer_testing.mixtures import MIXTURES, NUM_EXPERTS, mixture
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
+from transformers import AutoConfig
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec
+from trainyard.spec.support import EXPERT_FAMILIES, PIPELINE_FAMILIES, ROUTER_FAMILIES, UNSPREAD_EXPERTS
+
+LAST, SAVED_AT = 4, 2
+TOLERANCE = 1e-7
+WEIGHTS = {"beam": 1e-5, "nemotron_h": 1e-6}
+"""BEAM's gates and Nemotron-H's state space are float32 in every job, and AdamW shows it more in weights."""
+
+SPREAD: dict[str, int] = {"expert": 2, "data_shard": 2}
+COPIED: dict[str, int] = {"expert": 2, "data_shard": 4}
+"""Two ranks have copies of each expert, which FSDP shards inside of it."""
+
+QUICK = ("beam", "glm4_moe_lite", "gpt_oss", "qwen3_next")
+"""BEAM's layers without rotations are given None for them, which FSDP has to hand on."""
+OF_FOUR = ("aria_text", "deepseek_v4", "gemma4_text", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_5_moe_text")
+"""Transposed matrices, hashed tokens, experts beside a dense block, shared ones, biases, and what is usual."""
+
+
+def request(family: str, layout: dict[str, int], folder: Path, **changes: Any) -> RunRequest:
+    """A family's run, that compares its last weights with those of one process."""
+    job = {"model": mixture(family), "document_masks": False, "precision": "fp64", "steps": LAST, "micro_batch_size": 4}
+    name = strategy_name(ParallelismSpec.model_validate(layout)) if layout else "single"
+    kept = {"weights" if layout else "keep_weights": str(folder / family)}
+    return RunRequest(name, last_step=LAST, job=job | {"parallelism": layout}, **kept, **changes)
+
+
+def check(families: tuple[str, ...], layout: dict[str, int], folder: Path) -> None:
+    ones = run(1, [request(family, {}, folder) for family in families])
+    world_size = ParallelismSpec.model_validate(layout).world_size
+    results = run(world_size, [request(family, layout, folder) for family in families])
+    wrong = {}
+    for family, result, one in zip(families, results, ones, strict=True):
+        found = worst_relative_error(result, one), result["weights_error"]
+        print(f"{family}: {found[0]:.0e}, weights {found[1]:.0e}")
+        if not (found[0] < TOLERANCE and found[1] < WEIGHTS.get(family, TOLERANCE)):
+            wrong[family] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("families", "layout"),
+    [
+        pytest.param(QUICK, SPREAD, id="quick"),
+        pytest.param(tuple(sorted(MIXTURES)), SPREAD, id="all", marks=pytest.mark.full),
+        pytest.param(OF_FOUR, COPIED, id="copies", marks=pytest.mark.full),
+    ],
+)
+def test_experts_on_ranks_equal_one_process(families: tuple[str, ...], layout: dict[str, int], tmp_path: Path) -> None:
+    check(families, layout, tmp_path)
+
+
+def test_every_family_that_is_let_in_is_held_to_one_process() -> None:
+    in_parity = {"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"}
+    assert MIXTURES.keys() | in_parity == EXPERT_FAMILIES
+    assert in_parity == EXPERT_FAMILIES & PIPELINE_FAMILIES
+    assert ROUTER_FAMILIES <= EXPERT_FAMILIES and not UNSPREAD_EXPERTS.keys() & EXPERT_FAMILIES
+
+
+def built(family: str) -> nn.Module:
+    return build_model(tiny_job("single", 1, model=mixture(family), document_masks=False), vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(MIXTURES)]
+)
+def test_experts_are_known_by_what_they_are(family: str) -> None:
+    """No router, shared expert or other module is taken for them, and none of them is passed over."""
+    model = built(family)
+    config: Any = model.config
+    found = expert_modules(model)
+    named = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    assert found and found == [module for module in named if [*module.parameters(recurse=False)] and told(module)]
+    assert {weight.size(0) for module in found for weight in module.parameters()} == {NUM_EXPERTS}
+    assert num_experts_of(config) == NUM_EXPERTS
+    has_biases = any(weight.ndim == BIASES for module in found for weight in module.parameters())
+    assert has_biases == (family == "gpt_oss")
+
+
+def told(module: nn.Module) -> bool:
+    """Whether experts are called with a choice: Inkling's shared ones, packed too, are not."""
+    return len(inspect.signature(module.forward).parameters) == 3
+
+
+@pytest.mark.parametrize("family", sorted(UNSPREAD_EXPERTS))
+def test_experts_of_another_kind_are_refused_with_the_reason(family: str) -> None:
+    model = TINY | OWN_SIZES.get(family, {}) | {"model_type": family}
+    known = AutoConfig.for_model(family)
+    model = {name: value for name, value in model.items() if name in known.to_dict() or name in known.attribute_map}
+    job = tiny_job("refused", 2, model=model | {"model_type": family}, document_masks=False, parallelism=SPREAD)
+    expected = rf"^parallelism\.expert: 2: {family}'s experts .*{UNSPREAD_EXPERTS[family]}; set it to 1"
+    with pytest.raises(InputError, match=expected) as caught:
+        check_supported(job, device_type="cpu")
+    assert "\n" not in str(caught.value)
+    alone = build_model(
+        tiny_job("single", 1, model=model | {"model_type": family}, document_masks=False), vocab_size=VOCAB_SIZE
+    )
+    assert expert_modules(alone) == [], "or they are passed over without a word"
+
+
+SAVED = "gpt_oss"
+"""Whose experts have biases: what is cut by number at two ranks is cut inside at four."""
+
+
+def test_experts_that_were_saved_go_on_in_another_layout(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    (one,) = run(1, [request(SAVED, {}, tmp_path)])
+    begun = request(SAVED, SPREAD, tmp_path, save=folder, save_after_step=SAVED_AT)
+    resumed = {"load": folder, "first_step": SAVED_AT + 1}
+    whole, again = run(2, [begun, request(SAVED, SPREAD, tmp_path, **resumed)])
+    assert again["loss"] == whole["loss"][SAVED_AT:], "bit for bit at the same layout"
+    others = run(4, [request(SAVED, COPIED, tmp_path, **resumed)])
+    others += run(2, [request(SAVED, {"data_shard": 2}, tmp_path, **resumed)])
+    others += run(1, [replace(request(SAVED, {}, tmp_path, **resumed), keep_weights=None)])
+    for result in (whole, again, *others):
+        assert worst_relative_error(result, one) < TOLERANCE
+        assert result.get("weights_error", 0.0) < TOLERANCE
