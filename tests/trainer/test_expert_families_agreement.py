@@ -6,8 +6,10 @@ import pytest
 from trainer_testing.agreement import FEW, STATIC, agreement
 
 from trainyard.planner.expert_families import EXPERT_READERS
+from trainyard.spec.support import EXPERT_FAMILIES
 
 ACTIVATIONS = 0.10
+SPREAD_ACTIVATIONS = 0.03
 
 ROUTED = {**FEW, "intermediate_size": 768, "moe_intermediate_size": 768, "num_experts_per_tok": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,9 +38,13 @@ MODELS: dict[str, dict[str, Any]] = {
 QUICK = (*sorted(EXPERT_READERS)[::4], "gpt_oss", "qwen2_moe")
 
 
-def _agreement(model_type: str, recompute: str) -> Any:
+SPREAD = {"data_shard": 8, "expert": 4}
+SPREAD_QUICK = ("glm4_moe", "gpt_oss", "minimax_m2")
+
+
+def _agreement(model_type: str, recompute: str, layout: dict[str, int] | None = None) -> Any:
     config = {"model_type": model_type, **ROUTED, **MODELS[model_type]}
-    return agreement(config, activation_checkpointing=recompute)
+    return agreement(config, layout, activation_checkpointing=recompute)
 
 
 def test_every_family_is_tried() -> None:
@@ -56,4 +62,19 @@ def test_closed_form_and_trace_agree(model_type: str, recompute: str) -> None:
     found = _agreement(model_type, recompute)
     assert found.static is not None and abs(found.static) < STATIC
     assert abs(found.activations) < ACTIVATIONS
+    assert found.planned["buffers"] == pytest.approx(found.traced["buffers"], rel=STATIC)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(one, marks=() if one in SPREAD_QUICK else pytest.mark.slow)
+        for one in MODELS
+        if one in EXPERT_FAMILIES
+    ],
+)
+def test_so_they_do_where_experts_are_on_different_ranks(model_type: str) -> None:
+    found = _agreement(model_type, "none", SPREAD)
+    assert found.static is not None and abs(found.static) < STATIC
+    assert abs(found.activations) < SPREAD_ACTIVATIONS
     assert found.planned["buffers"] == pytest.approx(found.traced["buffers"], rel=STATIC)

@@ -12,6 +12,7 @@ from trainyard.planner.reading import Machines, machines_of, shape_of
 from trainyard.planner.resolve import levels, micro_batch_choices, sequences_per_rank
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.support import EXPERT_FAMILIES
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 KINDS = sorted({str(settings["model_type"]) for settings in FAMILIES.values()})
@@ -47,7 +48,8 @@ def resolved(job: JobSpec, layout: Any, machines: Machines, *, size: int, count:
 
 
 MUON = {"optimizer": {"kind": "muon"}}
-CASES = [*((kind, {}) for kind in (*KINDS, "phi3", "gemma2", "gpt_oss", "qwen2_moe")), ("llama", MUON)]
+OTHERS = ("phi3", "gemma2", "glm4_moe", "gpt_oss", "llama4_text", "qwen2_moe")
+CASES = [*((kind, {}) for kind in (*KINDS, *OTHERS)), ("llama", MUON)]
 
 
 @pytest.mark.parametrize(("model_type", "sections"), CASES, ids=lambda item: item if isinstance(item, str) else "")
@@ -60,7 +62,9 @@ def test_the_trainer_takes_every_layout_that_is_proposed(model_type: str, sectio
     assert shape is not None
     rules = Rules(job, shape)
     proposed = 0
-    for layout in layouts(job, machines, shape, rules):
+    found = layouts(job, machines, shape, rules)
+    assert any(layout.expert > 1 for layout in found) == (model_type in EXPERT_FAMILIES)
+    for layout in found:
         per_rank = sequences_per_rank(job, layout)
         for size in micro_batch_choices(job, layout)[-1:]:
             for recompute in levels(job, layout):
