@@ -6,12 +6,17 @@ micro-batches are one process's, so that it is the same quantity. Layouts of the
 """
 
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import nn
+from trainer.export import Export, export
+from trainer.models.adapters import add_adapter
 from trainer.models.build import build_model
 from trainer.models.facts import num_experts_of
 from trainer.strategies import check_supported
@@ -19,12 +24,14 @@ from trainer.strategies.expert_parallel import BIASES, expert_modules
 from trainer_testing.families import OWN_SIZES, TINY
 from trainer_testing.mixtures import MIXTURES, NUM_EXPERTS, mixture
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.text_job import run_trainer, write_job
 from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
 from transformers import AutoConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
-from trainyard.spec.support import EXPERT_FAMILIES, PIPELINE_FAMILIES, ROUTER_FAMILIES, UNSPREAD_EXPERTS
+from trainyard.spec.obstacles import PACKED_EXPERT_FAMILIES, job_obstacles
+from trainyard.spec.support import EXPERT_FAMILIES, PIPELINE_FAMILIES, ROUTER_FAMILIES, UNSPREAD_EXPERTS, ModelFacts
 
 LAST, SAVED_AT = 4, 2
 TOLERANCE = 1e-7
@@ -122,6 +129,44 @@ def test_experts_of_another_kind_are_refused_with_the_reason(family: str) -> Non
     assert expert_modules(alone) == [], "or they are passed over without a word"
 
 
+_IN_BLOCKS = ["gate_proj", "up_proj", "down_proj"]
+_OUTSIDE = ("o_proj", "out_proj", "dense")
+
+
+def linear_layers(model: nn.Module) -> set[str]:
+    return {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def outside_of_blocks(model: nn.Module) -> list[str]:
+    """What an adapter can go to in each of these families."""
+    named = linear_layers(model)
+    return [name for name in _OUTSIDE if name in named] or sorted(named - {"lm_head", *_IN_BLOCKS})[:1]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(MIXTURES)]
+)
+def test_no_adapter_goes_to_experts(family: str) -> None:
+    """Where peft would give them one for a name that they share with dense layers, that is said where the job is
+    read."""
+    model = built(family)
+    targets = [name for name in _IN_BLOCKS if name in linear_layers(model)] or outside_of_blocks(model)
+    adapter = {"kind": "lora", "rank": 2, "targets": targets}
+    facts = ModelFacts(model_type=family, num_experts=NUM_EXPERTS)
+    job = tiny_job("single", 1, source="unread", adapter=adapter, document_masks=False)
+    refused = [line for line in job_obstacles(job.spec, facts) if "these are experts too" in line]
+    assert job.spec.model.adapter is not None
+    if family in PACKED_EXPERT_FAMILIES:
+        assert len(refused) == 1
+        with pytest.raises(InputError, match=f"^{refused[0]}$"):
+            add_adapter(model, job.spec.model.adapter, seed=0)  # type: ignore[arg-type]
+    else:
+        assert refused == []
+        before = expert_modules(model)
+        add_adapter(model, job.spec.model.adapter, seed=0)  # type: ignore[arg-type]
+        assert expert_modules(model) == before
+
+
 SAVED = "gpt_oss"
 """Whose experts have biases: what is cut by number at two ranks is cut inside at four."""
 
@@ -139,3 +184,61 @@ def test_experts_that_were_saved_go_on_in_another_layout(tmp_path: Path) -> None
     for result in (whole, again, *others):
         assert worst_relative_error(result, one) < TOLERANCE
         assert result.get("weights_error", 0.0) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [None, "lora", "qlora"])
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(("glm4_moe", "gpt_oss"), id="quick"),
+        pytest.param(tuple(sorted(MIXTURES)), id="all", marks=pytest.mark.full),
+    ],
+)
+def test_experts_are_read_from_files_by_their_own_rank(
+    families: tuple[str, ...], kind: str | None, tmp_path: Path
+) -> None:
+    """Files have a matrix for each expert, or packed ones, as transformers writes the family's. In 4 bits a rank has
+    its own experts' codes."""
+    alone, spread = [], []
+    for family in families:
+        model: Any = built(family)
+        model.save_pretrained(tmp_path / family)
+        weights = str(tmp_path / f"{family}.pt")
+        job = {"source": str(tmp_path / family), "document_masks": False, "precision": "fp64", "micro_batch_size": 4}
+        if kind is not None:
+            job["adapter"] = {"kind": kind, "rank": 2, "targets": outside_of_blocks(model)}
+        alone.append(RunRequest("single", last_step=2, job=job, keep_weights=weights))
+        job = job | {"parallelism": SPREAD}
+        spread.append(RunRequest("expert2-fsdp2", last_step=2, job=job, weights=weights))
+    ones = run(1, alone)
+    for family, one, result in zip(families, ones, run(2, spread), strict=True):
+        print(f"{family}: {worst_relative_error(result, one):.0e}, weights {result['weights_error']:.0e}")
+        assert worst_relative_error(result, one) < TOLERANCE, family
+        assert result["weights_error"] < WEIGHTS.get(family, TOLERANCE), family
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "qwen3_next")
+        ),
+    ],
+)
+def test_a_job_with_spread_experts_is_exported_under_transformers_own_names(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    job = write_job(tmp_path / "job", "fsdp", steps=2)
+    stated = json.dumps(mixture(family, is_balanced=False) | {"vocab_size": 260})
+    masks = ["--set", "data.document_masks=false", "--set", "data.packing=false"]
+    run_trainer(2, job, tmp_path / "out", "--set", f"model.config={stated}", "--set", "parallelism.expert=2", *masks)
+    assert export(Export(str(tmp_path / "out"), tmp_path / "hf"))["step"] == 2
+    read, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    read.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+    assert len(expert_modules(read)) in (1, 2)

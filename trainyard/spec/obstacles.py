@@ -39,11 +39,17 @@ MEASURES: dict[str, tuple[str, ...]] = {
 }
 """What a validation measures, by task."""
 
-PACKED_EXPERT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
-"""Model types with packed experts."""
+PACKED_EXPERT_FAMILIES = frozenset(
+    {
+        *("afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+        *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "mixtral", "qwen3_moe"),
+        *("qwen3_next", "solar_open"),
+    }
+)
+"""Model types in which peft (0.21) takes _EXPERT_TARGETS for the packed experts as well."""
 
 _EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Linear layers of dense blocks and shared experts that in a mixture of experts peft takes for the experts' as well."""
+"""Linear layers of dense blocks and shared experts."""
 
 _NO_DEEPSPEED_OPTIMIZERS = {
     "adamw_8bit": "keeps its averages in blocks of rows",
@@ -269,13 +275,12 @@ def _type_obstacles(job: JobSpec) -> Iterator[str]:
 def _target_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
     """Of an adapter's layers, in families whose layers are known; the trainer asks every model."""
     adapter = job.model.adapter
-    if adapter is None or model.model_type not in LINEAR_LAYERS:
+    if adapter is None or model.model_type is None:
         return
     if model.model_type in PACKED_EXPERT_FAMILIES and (found := _EXPERT_TARGETS & set(adapter.targets)):
-        yield (
-            f"model.adapter.targets: {', '.join(sorted(found))}: in {model.model_type} these are experts too,"
-            " whose weights are packed and get no adapter in this trainer; name layers of the attention"
-        )
+        yield adapted_experts(model.model_type, found)
+    if model.model_type not in LINEAR_LAYERS:
+        return
     known = LINEAR_LAYERS[model.model_type] - (_EXPERT_TARGETS if model.num_experts else set())
     if model.has_query_latent is not None:
         known -= {"q_proj"} if model.has_query_latent else {"q_a_proj", "q_b_proj"}
@@ -284,6 +289,14 @@ def _target_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
             f"model.adapter.targets: {', '.join(missing)}: no linear layer that can be adapted has this name in"
             f" {model.model_type}; it has {', '.join(sorted(known))}"
         )
+
+
+def adapted_experts(model_type: str, targets: Iterable[str]) -> str:
+    """Why experts' weights are none of an adapter's targets."""
+    return (
+        f"model.adapter.targets: {', '.join(sorted(targets))}: in {model_type} these are experts too,"
+        " whose weights are packed and get no adapter in this trainer; name layers of the attention"
+    )
 
 
 def _router_bias_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:

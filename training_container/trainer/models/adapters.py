@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
 from trainyard.spec.job import AdapterSpec
+from trainyard.spec.obstacles import adapted_experts
 
 _SHOWN_TARGETS = 12
 
@@ -33,6 +34,9 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, comp
         # peft says of each of GPT-2's layers, whose matrices are transposed, that it takes them as they are.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but the target module is `Conv1D`")
         inject_adapter_in_model(adapter_configuration(adapter), model)
+    # peft's wrapper of a weight that is no layer's: packed experts, in types that `trainyard.spec` doesn't know of.
+    if any(hasattr(module, "parameter_name") and hasattr(module, "lora_A") for module in model.modules()):
+        raise InputError(adapted_experts(model.config.model_type, adapter.targets))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
     for module in model.modules():

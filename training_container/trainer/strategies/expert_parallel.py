@@ -38,8 +38,8 @@ EXPERT_DIM = 0
 MATRICES, BIASES = 3, 2
 """Dimensions of a layer's packed weights: (experts, out, in) or (experts, in, out), and (experts, out)."""
 
-_NUM_ARGUMENTS = 3
-"""Of an experts module that is told which are chosen: hidden states, experts, their weights."""
+_NUM_ARGUMENTS = 4
+"""Of the class of experts that are told which are chosen: self, hidden states, experts, their weights."""
 
 
 def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
@@ -94,7 +94,8 @@ def _num_experts(module: nn.Module) -> int | None:
     is_packed = any(weight.ndim == MATRICES for weight in own) and all(
         weight.ndim in (BIASES, MATRICES) and weight.size(0) == number for weight in own
     )
-    return number if is_packed and len(signature(module.forward).parameters) == _NUM_ARGUMENTS else None
+    # Its class's, since 4-bit storage stands in for the module's own and takes anything.
+    return number if is_packed and len(signature(type(module).forward).parameters) == _NUM_ARGUMENTS else None
 
 
 def _split(module: nn.Module, mesh: DeviceMesh) -> None:
