@@ -208,6 +208,21 @@ def test_a_page_keeps_the_rights_and_the_link_of_the_one_before_it(tmp_path: Pat
     os.close(reader)
 
 
+def test_a_page_goes_into_what_is_open_already_and_links_that_go_round_are_one_line(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    write_page("--html", Path(f"/dev/fd/{writer}"), "a page")
+    assert os.read(reader, 100) == b"a page"
+    os.close(reader)
+    os.close(writer)
+    with (tmp_path / "open").open("w+") as file:
+        write_page("--html", Path(f"/dev/fd/{file.fileno()}"), "a page")
+        assert os.path.sameopenfile(file.fileno(), os.open(tmp_path / "open", os.O_RDONLY))
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(InputError, match=r"--html .*round: can't be written"):
+        write_page("--html", tmp_path / "round", "a page")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["open", "round"]
+
+
 _HOME = "only a shell takes ~ for a home; write the whole path"
 _ADDRESS = "must be a path of this machine, and no address"
 

@@ -19,8 +19,9 @@ from trainer.export import Export, export
 from trainer.models.adapters import add_adapter
 from trainer.models.build import build_model
 from trainer.models.facts import num_experts_of
+from trainer.models.quantized import BIASES
 from trainer.strategies import check_supported
-from trainer.strategies.expert_parallel import BIASES, expert_modules
+from trainer.strategies.expert_parallel import expert_modules
 from trainer_testing.families import OWN_SIZES, TINY
 from trainer_testing.mixtures import MIXTURES, NUM_EXPERTS, mixture
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
@@ -150,7 +151,8 @@ def test_no_adapter_goes_to_experts(family: str) -> None:
     """Where peft would give them one for a name that they share with dense layers, that is said where the job is
     read."""
     model = built(family)
-    targets = [name for name in _IN_BLOCKS if name in linear_layers(model)] or outside_of_blocks(model)
+    targets = [name for name in _IN_BLOCKS if name in linear_layers(model)]
+    targets += outside_of_blocks(model)  # which are no experts, whatever the others are
     adapter = {"kind": "lora", "rank": 2, "targets": targets}
     facts = ModelFacts(model_type=family, num_experts=NUM_EXPERTS)
     job = tiny_job("single", 1, source="unread", adapter=adapter, document_masks=False)

@@ -44,29 +44,39 @@ def check_page(option: str, path: Path) -> None:
     if is_folder:
         raise InputError(f"{option} {_cut(path)}: is a folder; name a file in it")
     if not is_there:
-        raise InputError(f"{option} {_cut(path)}: can't be written (there is no folder {_cut(path.parent)})")
+        raise InputError(
+            f"{option} {_cut(path)}: can't be written (there is no folder {_cut(path.parent)}); make it first"
+        )
 
 
 def write_page(option: str, path: Path, text: str) -> None:
     """The page that `option` asked for, whole or not at all: one that is there stays as it was on a full disk.
     InputError where it can't be written."""
-    target = path.resolve()
-    is_kept = not target.exists() or target.is_file()  # what isn't, is a pipe or a device
-    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}") if is_kept else target
+    draft: Path | None = None
     try:
+        if _is_stream(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()
+        draft = target.with_name(f".{target.name[:200]}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")
-        if is_kept:
-            if target.exists():
-                shutil.copymode(target, draft)
-            draft.replace(target)
-    except (OSError, ValueError) as error:
-        if is_kept:
+        if target.exists():
+            shutil.copymode(target, draft)
+        draft.replace(target)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that go round (Python 3.11)
+        if draft is not None:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
         raise _unwritten(option, path, error) from None
 
 
-def _unwritten(option: str, path: Path, error: OSError | ValueError) -> InputError:
+def _is_stream(path: Path) -> bool:
+    """A pipe, a device, or what this process has open already (`/dev/stdout`, a shell's `>(...)`)."""
+    is_open = str(path.absolute()).startswith(("/dev/", "/proc/"))
+    return is_open or (path.exists() and not path.is_file())
+
+
+def _unwritten(option: str, path: Path, error: Exception) -> InputError:
     reason = error.strerror if isinstance(error, OSError) else None
     return InputError(f"{option} {_cut(path)}: can't be written ({reason or error}); name another file")
 

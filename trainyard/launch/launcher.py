@@ -368,12 +368,12 @@ def resumed_meanwhile(job_id: str, options: str) -> InputError:
 def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Say, options: str) -> JobRecord:
     job_id, number = written.job_id, written.attempt.number
     asked_at = utc_now()  # not when the answer came: its machines may have begun before that
-    before: list[str | None] = []
+    before: list[tuple[str | None, str]] = []
 
     def handed_over(current: JobRecord) -> JobRecord:
         if (current.attempt.number, current.attempt.claim) != (number, written.attempt.claim):
             raise resumed_meanwhile(job_id, options)
-        before.append(current.attempt.handed_over_at)
+        before.append((current.attempt.handed_over_at, current.spec_name))
         begun = current.with_attempt(handed_over_at=moment_after(current.attempt.handed_over_at))
         if begun.backend != "sagemaker":
             return begun
@@ -383,7 +383,8 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
     def taken_back(current: JobRecord) -> JobRecord:
         if current.attempt != record.attempt:
             return current
-        return current.with_attempt(handed_over_at=before[-1])  # who began before may still be at it
+        handed_over_at, named = before[-1]  # who began before may still be at it
+        return current.with_attempt(handed_over_at=handed_over_at).model_copy(update={"spec_name": named})
 
     # A conditional write, as a change of the attempt is: of two at once one fails. After it nobody changes the attempt.
     record = update(store, job_id, handed_over).record

@@ -112,7 +112,8 @@ class JobRecord(SpecModel):
     """The input channels beside the job's own: a resume reads the same inputs."""
     spec_name: str = Field(default="", pattern=r"^([0-9a-f]{16})?$")
     """Of jobs on SageMaker: which of the job's specs the newest attempt was handed over with
-    (trainyard.launch.channels.spec_name). Empty where an older trainyard wrote it: all have one place then."""
+    (trainyard.launch.channels.spec_name). Empty where an older trainyard handed it over: with a broker all have one
+    place then, and without one nobody asks, as each hand-over names its own."""
     forced: tuple[str, ...] = ()
     """What the plan refused and --force overrode."""
     launched_by: str = ""

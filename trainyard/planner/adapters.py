@@ -45,6 +45,9 @@ def adapter_outputs(shape: ModelShape, layout: Layout) -> float:
     targets = [name for name in layout.lora_targets if name not in HEADS]
     value_dim, width = shape.value_dim / layout.tensor, _width(shape) / layout.tensor
     reads = {**dict.fromkeys(ATTENTION_OUTPUTS, value_dim), **dict.fromkeys(MLP_OUTPUTS, width)}
+    reads |= dict.fromkeys(QUERY_LATENT_INPUTS, shape.q_lora_rank) | dict.fromkeys(
+        KEY_LATENT_INPUTS, shape.kv_lora_rank
+    )
     both = {"c_proj": value_dim + width}
     given = sum(
         max(sizes.get(name, 2.0 * shape.hidden) - (both | reads).get(name, shape.hidden), 0) for name in targets

@@ -149,7 +149,7 @@ class TrainerLayers:
     def given_mask_bytes(self) -> float:
         """The mask that layers are given in a forward pass, a byte a score; a number, where attention is written out,
         and where only some layers have windows one of either kind."""
-        scores = self.tokens * self.layout.sequence_length
+        scores = self.tokens * self.layout.sequence_length * (self.shape.num_attentions > 0)
         if not self.layout.flash_attention:
             has_both = self.shape.attention_window > 0 and 0 < self.shape.windowed_share < 1
             return scores * self.element * (1 + has_both)

@@ -46,9 +46,9 @@ PACKED_EXPERT_FAMILIES = frozenset(
         *("qwen3_next", "solar_open"),
     }
 )
-"""Model types in which peft (0.21) takes _EXPERT_TARGETS for the packed experts as well."""
+"""Model types in which peft (0.21) takes EXPERT_TARGETS for the packed experts as well."""
 
-_EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
+EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Linear layers of dense blocks and shared experts."""
 
 _NO_DEEPSPEED_OPTIMIZERS = {
@@ -277,11 +277,11 @@ def _target_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
     adapter = job.model.adapter
     if adapter is None or model.model_type is None:
         return
-    if model.model_type in PACKED_EXPERT_FAMILIES and (found := _EXPERT_TARGETS & set(adapter.targets)):
+    if model.model_type in PACKED_EXPERT_FAMILIES and (found := EXPERT_TARGETS & set(adapter.targets)):
         yield adapted_experts(model.model_type, found)
     if model.model_type not in LINEAR_LAYERS:
         return
-    known = LINEAR_LAYERS[model.model_type] - (_EXPERT_TARGETS if model.num_experts else set())
+    known = LINEAR_LAYERS[model.model_type] - (EXPERT_TARGETS if model.num_experts else set())
     if model.has_query_latent is not None:
         known -= {"q_proj"} if model.has_query_latent else {"q_a_proj", "q_b_proj"}
     if missing := [target for target in adapter.targets if target not in known]:

@@ -1,5 +1,6 @@
 """What the campaign has found to be off, each held by the smallest job that shows it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,10 @@ from trainer_testing.agreement import agreement, dry_run_cases
 
 from memory_agreement.campaign import Played, play
 from memory_agreement.draws import Drawn
+from trainyard import planner
+from trainyard.planner.adapters import adapter_outputs
+from trainyard.planner.families import shape_from_config
+from trainyard.planner.reading import layout_of_resolved
 
 SMALL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -578,6 +583,24 @@ def test_adapters_of_ranks_that_share_no_data_hold_what_a_layers_code_holds(
     found = agreement(SMALL | model, layout, adapter=adapter, adapts={"targets": targets}, rank=0, **training)
     planned, traced = _moving(found)
     assert planned == pytest.approx(traced, rel=0.04)
+
+
+def test_experts_with_biases_are_stored_in_four_bits_too() -> None:
+    """gpt-oss's were left as they were, at four times the bytes that were planned."""
+    experts = {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 512, "head_dim": 128}
+    found = agreement(SMALL | experts | {"model_type": "gpt_oss", "pad_token_id": 0}, adapter="qlora")
+    assert found.static is not None and abs(found.static) < 0.03
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj"])
+def test_adapters_of_latents_give_what_comes_of_them(name: str) -> None:
+    """Under `tensor` a rank's share of it was less than the hidden state that they were taken to read, so nothing."""
+    latent = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    model = {"model_type": "deepseek_v3", "num_key_value_heads": 8, "n_routed_experts": 8, "moe_intermediate_size": 512}
+    shape, job = shape_from_config(SMALL | latent | model), dry_run_cases().adapted({"tensor": 2}, "lora", SMALL)
+    layout = layout_of_resolved(job, planner.resolve(job))
+    given = {"q_b_proj": 8 * (64 + 32), "kv_b_proj": 8 * (64 + 64)}[name]
+    assert adapter_outputs(shape, replace(layout, lora_targets=(name,))) == given / 2 + layout.lora_rank
 
 
 def test_written_out_attention_is_given_a_mask_of_numbers_that_recomputation_keeps() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainer.models.configuration import one_line
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
 from trainyard.spec.job import AdapterSpec
-from trainyard.spec.obstacles import adapted_experts
+from trainyard.spec.obstacles import EXPERT_TARGETS, adapted_experts
 
 _SHOWN_TARGETS = 12
 
@@ -33,10 +34,13 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, comp
     with warnings.catch_warnings():
         # peft says of each of GPT-2's layers, whose matrices are transposed, that it takes them as they are.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but the target module is `Conv1D`")
-        inject_adapter_in_model(adapter_configuration(adapter), model)
+        try:
+            inject_adapter_in_model(adapter_configuration(adapter), model)
+        except ValueError as error:  # peft's: packed weights of which a target names a part alone
+            raise InputError(f"model.adapter.targets: {one_line(error)}") from None
     # peft's wrapper of a weight that is no layer's: packed experts, in types that `trainyard.spec` doesn't know of.
     if any(hasattr(module, "parameter_name") and hasattr(module, "lora_A") for module in model.modules()):
-        raise InputError(adapted_experts(model.config.model_type, adapter.targets))
+        raise InputError(adapted_experts(model.config.model_type, EXPERT_TARGETS.intersection(adapter.targets)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
     for module in model.modules():

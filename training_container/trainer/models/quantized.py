@@ -166,8 +166,13 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantize(codes, scales, ranges, gradient.dtype), None, None, None
 
 
+MATRICES, BIASES = 3, 2
+"""Dimensions of a layer's packed experts: (experts, out, in) or (experts, in, out), and (experts, out)."""
+
+
 class QuantizedExperts:
-    """Stands in for the forward of a module of packed experts (experts, out, in), all of them stored in 4 bits.
+    """Stands in for the forward of a module of packed experts (experts, out, in), all of them stored in 4 bits but for
+    biases (experts, out), which stay as they are.
 
     What it is called with is the module's own affair: mostly hidden states, the chosen experts and their weights.
     """
@@ -175,7 +180,7 @@ class QuantizedExperts:
     def __init__(self, module: nn.Module) -> None:
         """`module`'s weights become `<name>_codes`, `_scales` and `_ranges`, each again one slice an expert."""
         self._module = module
-        self._names = [name for name, _ in module.named_parameters(recurse=False)]
+        self._names = list(_packed_matrices(module))
         self._forward = module.forward
         for name in self._names:
             weight = module._parameters.pop(name)
@@ -269,7 +274,7 @@ def quantize_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                     original = _Original(f"{names[child]}.weight", number, layer.in_features, layer.is_transposed)
                     originals[f"{names[child]}.{part}"] = original
         if _holds_experts(names[parent], parent):
-            weights = dict(parent.named_parameters(recurse=False))
+            weights = _packed_matrices(parent)
             QuantizedExperts(parent)
             for name, weight in weights.items():
                 whole_name = f"{names[parent]}.{name}"
@@ -291,11 +296,18 @@ def _multiplies(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     return is_plain or isinstance(module, Conv1D) or type(module).__name__ in _SAME_PRODUCT
 
 
+def _packed_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By name a module's own weights of three dimensions."""
+    return {name: weight for name, weight in module.named_parameters(recurse=False) if weight.ndim == MATRICES}
+
+
 def _holds_experts(name: str, module: nn.Module) -> bool:
-    """Whether all of a module's weights are packed: of three dimensions, of which the first counts experts. A
-    convolution's are of three as well."""
+    """Whether all of a module's weights are packed: of three dimensions, of which the first counts experts, but for
+    biases (gpt-oss). A convolution's are of three as well."""
     weights = list(module.parameters(recurse=False))
-    if not weights or not all(weight.ndim == 3 and weight.is_floating_point() for weight in weights):
-        return False
     number = getattr(module, "num_experts", None)
-    return name.endswith("experts") or all(weight.size(0) == number for weight in weights)
+    matrices = _packed_matrices(module).values()
+    are_biases = all(weight.ndim == MATRICES or (weight.ndim, weight.size(0)) == (BIASES, number) for weight in weights)
+    if not (matrices and are_biases and all(weight.is_floating_point() for weight in weights)):
+        return False
+    return name.endswith("experts") or all(weight.size(0) == number for weight in matrices)

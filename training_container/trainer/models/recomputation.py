@@ -53,7 +53,8 @@ def checkpoint_activations(model: PreTrainedModel, blocks: Sequence[nn.Module], 
         raise InputError(f"training.activation_checkpointing: {mode}: {one_line(error)}; set it to none") from None
     # For torch's older way alone transformers has what the embedding gives take a gradient. Beside adapters it would
     # come through nothing but frozen weights, and stay to the end of the step.
-    model.disable_input_require_grads()
+    if getattr(model, "_require_grads_hook", None) is not None:  # transformers 5.17 asks for one
+        model.disable_input_require_grads()
 
 
 def _selective_policy(_: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:

@@ -28,15 +28,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from trainer.models.quantized import BIASES, MATRICES
 from trainer.strategies.fsdp import inner_placement, shard
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
 
 EXPERT_DIM = 0
 """The dimension of an expert weight that the expert and tensor axes split."""
-
-MATRICES, BIASES = 3, 2
-"""Dimensions of a layer's packed weights: (experts, out, in) or (experts, in, out), and (experts, out)."""
 
 _NUM_ARGUMENTS = 4
 """Of the class of experts that are told which are chosen: self, hidden states, experts, their weights."""
