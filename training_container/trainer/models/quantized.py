@@ -181,6 +181,7 @@ class QuantizedExperts:
         """`module`'s weights become `<name>_codes`, `_scales` and `_ranges`, each again one slice an expert."""
         self._module = module
         self._names = list(_packed_matrices(module))
+        self._biases = [name for name, _ in module.named_parameters(recurse=False) if name not in self._names]
         self._forward = module.forward
         for name in self._names:
             weight = module._parameters.pop(name)
@@ -202,6 +203,10 @@ class QuantizedExperts:
             parts = [stored[f"{name}_{part}"] for part in PARTS]
             codes, scales, ranges = (local_tensor(part) for part in parts if part is not None)
             read[name] = dequantize(codes, scales, ranges, hidden.dtype)
+        for name in self._biases:
+            bias = stored[name]
+            assert bias is not None
+            read[name] = local_tensor(bias).to(hidden.dtype)
         self._module.__dict__.update(read)
         try:
             result: torch.Tensor = self._forward(*args, **kwargs)
