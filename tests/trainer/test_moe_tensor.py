@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from trainer.models.build import build_model
 from trainer.models.facts import num_experts_of
-from trainer.strategies import check_supported
+from trainer.strategies import check_supported, tensor_parallel
 from trainer_testing.families import FAMILIES
+from trainer_testing.mixtures import mixture
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
-from trainer_testing.tiny import tiny_job
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from transformers import AutoConfig
 
 from trainyard.errors import InputError
@@ -132,3 +135,38 @@ def test_a_refusal_names_the_field_that_is_set(model_type: str, degrees: dict[st
     refusal = expert_obstacle(model_type, num_experts, ParallelismSpec.model_validate(degrees))
     assert refusal is not None
     assert re.search(message, refusal)
+
+
+_MIXTURES = [name for name in FAMILIES if name in {"Mixtral", "Qwen3-MoE", "DeepSeek-V2", "DeepSeek-V3"}]
+
+
+@pytest.mark.parametrize("family", _MIXTURES)
+def test_all_that_is_beside_experts_is_cut_or_a_router(family: str) -> None:
+    model: Any = build_model(tiny_job("single", 1, model=FAMILIES[family]), vocab_size=VOCAB_SIZE)
+    tensor_parallel.check_experts(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out", "named"),
+    [
+        ("axk1", (), r"model\.layers\.1\.mlp\.post_mlp_layernorm"),
+        ("deepseek_v3", ("gate", "up", "down"), r"model\.layers\.1\.mlp\.shared_experts\.gate_proj"),
+        ("deepseek_v3", ("down",), r"model\.layers\.1\.mlp\.shared_experts\.down_proj"),
+        ("qwen2_moe", ("gate", "up", "down"), r"model\.layers\.0\.mlp\.shared_expert\.gate_proj"),
+    ],
+)
+def test_what_would_be_counted_once_a_rank_is_refused(
+    model_type: str, left_out: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm of what experts give, and shared experts that a plan (of another version) leaves whole, in all or part."""
+    known = FAMILIES["DeepSeek-V3"] if model_type == "deepseek_v3" else mixture(model_type, is_balanced=False)
+    model: Any = build_model(tiny_job("single", 1, model=known, document_masks=False), vocab_size=VOCAB_SIZE)
+    dropped = {
+        f"layers.*.mlp.{module}.{part}_proj" for module in ("shared_experts", "shared_expert") for part in left_out
+    }
+    plan = {name: style for name, style in tensor_parallel.plan_of(model.config).items() if name not in dropped}
+    monkeypatch.setattr(tensor_parallel, "plan_of", lambda _: plan)
+    axis: Any = SimpleNamespace(size=lambda: 2)  # nothing is cut before
+    with pytest.raises(InputError, match=rf"^parallelism\.tensor: 2: {named} of {model_type} is beside") as caught:
+        tensor_parallel.apply(model, (), axis, split_sequence=False)
+    assert "\n" not in str(caught.value)

@@ -113,6 +113,7 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
     Experts are left to `expert_parallel.apply`, which comes after. Returns the names of the parameters whose gradients
     are sums over this rank's heads, experts or positions alone: they have to be summed over `axis` once a step.
     """
+    check_experts(model, axis.size())
     between = Shard(1) if split_sequence else Replicate()
     modules, regions = dict(model.named_modules()), regions_of(model)
     own_stream = OwnStream(axis.get_local_rank(), axis.device_type)
@@ -150,6 +151,27 @@ def regions_of(model: PreTrainedModel) -> list[nn.Module]:
     cut = [name for name, style in _styles_of(model).items() if style not in WHOLE_STYLES]
     names = {name.rpartition(".")[0] for name in cut}
     return [modules[name] for name in sorted(names) if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def check_experts(model: PreTrainedModel, degree: int) -> None:
+    """InputError, in one line, where a mixture has something beside its experts that ranks can't have whole.
+
+    What leaves its region is a sum over ranks, so all that is added there has to be cut: a shared expert that a plan
+    leaves whole would be added once a rank, and a norm of what experts gave sees a part of it. Whole may be what gives
+    a number an expert or one for all of them: routers, and the gate of a shared expert.
+    """
+    modules, styles = dict(model.named_modules()), _styles_of(model)
+    for name in (name for name, style in styles.items() if style == EXPERTS):
+        region, whole = name.rpartition(".")[0], {getattr(modules[name], "num_experts", 1), 1}
+        for path, weight in modules[region].named_parameters(prefix=region):
+            parts = path.split(".")
+            is_cut = any(".".join(parts[:depth]) in styles for depth in range(1, len(parts)))
+            if not is_cut and weight.size(0) not in whole and not any(part.startswith("lora_") for part in parts):
+                raise InputError(
+                    f"parallelism.tensor: {degree}: {path.removesuffix('.weight')} of {model.config.model_type} is"
+                    " beside experts and neither cut nor a router, and would be counted once a rank; set it to 1 and"
+                    " use data_shard or expert"
+                )
 
 
 def _styles_of(model: PreTrainedModel) -> dict[str, str]:
