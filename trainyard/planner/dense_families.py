@@ -124,6 +124,7 @@ def _glm(config: Config) -> ModelShape:
         norms_per_layer=4 if config.get("model_type") == "glm4" else 2,
         copies_attention=True,
         keeps_activated_gate=True,
+        whole_gate_up=True,
     )
 
 

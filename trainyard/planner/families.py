@@ -203,7 +203,14 @@ def _phi3(config: Config) -> ModelShape:
     seen = windows(window_of(config), sizes["layers"])
     dropout = bool(config.get("resid_pdrop", 0.0))
     return ModelShape(
-        **sizes, **seen, fused_qkv=True, copies_attention=True, keeps_activated_gate=True, dropout=dropout
+        **sizes,
+        **seen,
+        fused_qkv=True,
+        whole_qkv=True,
+        whole_gate_up=True,
+        copies_attention=True,
+        keeps_activated_gate=True,
+        dropout=dropout,
     )
 
 

@@ -72,6 +72,8 @@ class ModelShape:
     """Positions are biases of scores (ALiBi): queries and keys are not rotated."""
     whole_qkv: bool = False
     """Queries, keys and values are one matrix in an order that tensor ranks can't cut."""
+    whole_gate_up: bool = False
+    """So are gate and up projection of dense blocks."""
     copies_attention: bool = False
     """Queries come out of their rotation head by head, as where a part of them is not rotated: attention's result is
     copied before its output projection reads it."""
@@ -286,10 +288,16 @@ class ModelShape:
     @cached_property
     def uncut_attention_params(self) -> int:
         """Of one layer's attention what each of our trainer's tensor ranks has whole: of latent attention, the
-        projections to its latents and to the part that carries the position; GPT-2's queries, keys and values."""
+        projections to its latents and to the part that carries the position; GPT-2's and Phi-3's queries, keys and
+        values."""
         if self.kv_lora_rank:
             return self.hidden * (self.q_lora_rank + self.kv_lora_rank + self.rope_dim)
-        return (self.hidden + 1) * (self.query_dim + 2 * self.kv_dim) if self.whole_qkv else 0
+        return (self.hidden + self.qkv_bias) * (self.query_dim + 2 * self.kv_dim) if self.whole_qkv else 0
+
+    @cached_property
+    def uncut_mlp_params(self) -> int:
+        """The same of one dense block: Phi-3's and GLM's gate and up projection."""
+        return 2 * self.hidden * self.ffn if self.whole_gate_up else 0
 
     def _latent_attention_params(self) -> int:
         """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys of `head_dim` beside values.

@@ -93,7 +93,9 @@ class TrainerLayers:
 
     @property
     def fuses_inner_norms(self) -> bool:
-        """Whether norms of products' results are such kernels."""
+        """Whether norms of products' results are such kernels: no kernel has all heads' where ranks share them."""
+        if self.shape.qk_norm_whole and self.layout.tensor > 1:
+            return False
         return self.inner_norm in ("layer", "layer_fp32") and self.shape.norm in FUSED_NORMS
 
     @cached_property

@@ -263,6 +263,9 @@ class _Step:
         # Both products that read a norm's output give it a gradient; the residual's stands beside them.
         after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
         after_block += layers.product_bytes if self._shape.gated_mlp else above - layers.input_bytes
+        if self._layout.tensor > 1 and not layers.is_frozen:
+            # A whole matrix's gradient is put together of the rank's own columns' and zeros, beside both.
+            after_block += self._shape.uncut_mlp_params * layers.element
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if layers.score_gradient_bytes:
             in_scores = left + above + layers.score_gradient_bytes

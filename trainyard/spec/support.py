@@ -39,11 +39,17 @@ TENSOR_FAMILIES = PIPELINE_FAMILIES
 
 OTHER_TENSOR_FAMILIES = frozenset(
     {
-        *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "granite"),
-        *("helium", "ministral", "nemotron", "olmo", "phi", "seed_oss", "smollm3", "starcoder2"),
+        *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm"),
+        *("glm4", "gptj", "granite", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2", "minicpm3"),
+        *("ministral", "ministral3", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "seed_oss"),
+        *("smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu"),
     }
 )
-"""Model types whose matrices are cut by transformers' plan, each tried at two ranks alone (`test_more_families`)."""
+"""Model types whose matrices are cut by transformers' plan or one of the trainer's, each tried at two ranks alone
+(`test_more_families`)."""
+
+OWN_HEAD_NORMS: Mapping[str, str] = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
+"""Model type -> the field by which norms of queries and keys have weights of each head's own, which ranks don't cut."""
 
 EXPERT_FAMILIES = frozenset(
     {
@@ -176,7 +182,7 @@ class ModelFacts:
     router_noise: float = 0.0
     """router_jitter_noise: what goes into the router is multiplied by 1 give or take as much, in training."""
     norms_heads: bool = False
-    """use_qk_norm: queries and keys are normalized; in Cohere by weights of each head's own."""
+    """A field of OWN_HEAD_NORMS: queries and keys are normalized, in its model type by weights of each head's own."""
     has_query_latent: bool | None = None
     """Of latent attention, whether queries come through a latent as well (q_lora_rank); None: it has none at all."""
     causal_if: str | None = None
@@ -294,10 +300,10 @@ def tensor_obstacle(model: ModelFacts, degree: int, *, is_quantized: bool) -> st
             f"parallelism.tensor: {degree}: model.config.router_jitter_noise: {model.router_noise} is not implemented"
             " with it, since all tensor ranks would have to draw the same noise; set it to 0, or tensor to 1"
         )
-    if model.norms_heads and model.model_type == "cohere":
+    if model.norms_heads and (name := OWN_HEAD_NORMS.get(model.model_type or "")) is not None:
         return (
-            f"parallelism.tensor: {degree}: model.config.use_qk_norm is not implemented with it in cohere, where each"
-            " head's norm has weights of its own; set tensor to 1 and use data_shard"
+            f"parallelism.tensor: {degree}: model.config.{name} is not implemented with it in {model.model_type}, where"
+            " each head's norm has weights of its own; set tensor to 1 and use data_shard"
         )
     for name, size in model.split_sizes.items():
         if size % degree:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trainer_testing.agreement import agreement, dry_run_cases
+from trainer_testing.agreement import FEW, agreement, dry_run_cases
 
 from memory_agreement.campaign import Played, play
 from memory_agreement.draws import Drawn
@@ -184,6 +184,15 @@ def test_gpt2s_queries_keys_and_values_are_whole_on_each_tensor_rank() -> None:
     """A third of a rank's state that no plan had."""
     found = agreement(GPT2 | {"n_layer": 4, "n_positions": 2048}, {"tensor": 4, "data_shard": 2})
     assert found.static is not None and abs(found.static) < 0.01
+
+
+@pytest.mark.parametrize("model_type", ["phi3", pytest.param("glm4", marks=pytest.mark.slow), "olmo2"])
+def test_fused_matrices_are_whole_on_each_tensor_rank_and_norms_of_all_heads_written_out(model_type: str) -> None:
+    """Of Phi-3 twice the state that was planned."""
+    found = agreement({**FEW, "model_type": model_type, "intermediate_size": 6144}, {"tensor": 4, "data_shard": 2})
+    assert found.static is not None and abs(found.static) < 0.01
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.03)
 
 
 FEW_TOKENS = SMALL | {"vocab_size": 128256, "num_attention_heads": 8, "num_key_value_heads": 8}

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from trainer_testing.families import FAMILIES, TIED, adapted_linears, adapter
+from trainer_testing.families import FAMILIES, OWN_SIZES, TIED, adapted_linears, adapter
 from trainer_testing.tiny import VOCAB_SIZE
 
 from trainyard.spec.support import OTHER_TENSOR_FAMILIES, ROUTER_FAMILIES
@@ -26,7 +26,8 @@ def draw_model(rng: random.Random, family: str) -> dict[str, Any]:
     more |= {"intermediate_size": rng.choice((40, 48, 72))}
     keys = rng.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     if family in OTHER_TENSOR_FAMILIES:
-        return _other_model(family, heads) | more | {"num_key_value_heads": keys}
+        own = OWN_SIZES.get(family, {})
+        return _other_model(family) | own | more | {"num_key_value_heads": heads if "kv_lora_rank" in own else keys}
     known = FAMILIES[family]
     kind = known["model_type"]
     more["num_key_value_heads"] = heads if kind.startswith(("deepseek", "gpt_neox")) else keys
@@ -63,7 +64,7 @@ def _balance(rng: random.Random, kind: str) -> dict[str, Any]:
     return {"output_router_logits": True, "router_aux_loss_coef": 0.5} if rng.random() < 0.6 else {}
 
 
-def _other_model(family: str, heads: int) -> dict[str, Any]:
+def _other_model(family: str) -> dict[str, Any]:
     """Without dropout, which some of them have by default."""
     return {
         **{"model_type": family, "max_position_embeddings": 64, "tie_word_embeddings": family in TIED},

@@ -73,9 +73,11 @@ _LATENT: dict[str, Any] = {
     },
     **{"q_lora_rank": 16, "head_dim": 8, "n_group": 1, "topk_group": 1},
 }
+_DENSE_LATENT = {name: size for name, size in _LATENT.items() if not name.startswith(("n_", "topk", "first"))}
 
 OWN_SIZES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("minicpm3", "youtu"), _DENSE_LATENT),
     "dots1": {name: _DEEPSEEK[name] for name in _DEEPSEEK if name.startswith(("n_", "num_key", "topk", "first"))},
     **{name: {"rotary_dim": 4} for name in ("gptj", "codegen")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16, "num_layers": 2, "num_heads": 4},

@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 from trainer.models.configuration import configuration_of, differs_by_layer, size_of, states_positions
 from trainyard.spec.job import ResolvedJob
-from trainyard.spec.support import ModelFacts, causal_if
+from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if
 
 
 def facts_of(job: ResolvedJob) -> ModelFacts:
@@ -27,7 +27,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         max_positions=None if is_open else getattr(config, "max_position_embeddings", None),
         balances_router=bool(getattr(config, "output_router_logits", False)),
         router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
-        norms_heads=bool(getattr(config, "use_qk_norm", False)),
+        norms_heads=any(getattr(config, name, None) is True for name in OWN_HEAD_NORMS.values()),
         has_query_latent=size_of(config, "q_lora_rank") is not None if size_of(config, "kv_lora_rank") else None,
         causal_if=causal_if(config.model_type, lambda name: getattr(config, name, None)),
     )
@@ -70,5 +70,5 @@ def _row_widths(config: PretrainedConfig) -> dict[str, int]:
 
 
 def _shared_width(config: PretrainedConfig) -> int:
-    shared = getattr(config, "n_shared_experts", None)
-    return shared * config.moe_intermediate_size if shared else 0
+    shared, width = (getattr(config, name, None) for name in ("n_shared_experts", "moe_intermediate_size"))
+    return shared * width if shared and width else 0

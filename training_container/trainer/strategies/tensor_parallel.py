@@ -16,6 +16,7 @@ the same bytes travel, as a reduce-scatter and an all-gather in place of an all-
 take 1/N of the memory (Korthikanti et al., arXiv:2205.05198).
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -35,8 +36,14 @@ from trainer.strategies.own_stream import OwnStream, drops_anything, drops_insid
 from trainyard.errors import InputError
 from trainyard.spec.support import EXPERT_FAMILIES
 
-COLUMN, ROW, FUSED, EXPERTS = "colwise", "rowwise", "fused_qkv", "moe_tp_experts"
-"""Styles that make a region: columns, rows, query, key and value in one matrix, and experts on different ranks."""
+COLUMN, ROW, EXPERTS = "colwise", "rowwise", "moe_tp_experts"
+"""Styles that make a region: columns, rows, and experts on different ranks."""
+
+FUSED, GATED = "fused_qkv", "fused_gate_up"
+"""Styles that do, too: query, key and value in one matrix, gate and up projection in one."""
+
+NORM = "norm_of_all_heads"
+"""A root mean square over the outputs of a column-wise matrix, of which each rank has some: they sum their squares."""
 
 WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})
 """Modules inside a region that every rank has whole."""
@@ -53,20 +60,44 @@ _GPT2 = {
     "h.*.mlp.c_fc": COLUMN,
     "h.*.mlp.c_proj": ROW,
 }
-_NEMOTRON = {
-    **{f"layers.*.self_attn.{name}_proj": COLUMN for name in "qkv"},
-    "layers.*.self_attn.o_proj": ROW,
-    "layers.*.mlp.up_proj": COLUMN,
-    "layers.*.mlp.down_proj": ROW,
+_ATTENTION = {**{f"layers.*.self_attn.{name}_proj": COLUMN for name in "qkv"}, "layers.*.self_attn.o_proj": ROW}
+_NEMOTRON = {**_ATTENTION, "layers.*.mlp.up_proj": COLUMN, "layers.*.mlp.down_proj": ROW}
+_STABLELM = {**_NEMOTRON, "layers.*.mlp.gate_proj": COLUMN}
+_GLM = {"layers.*.mlp.gate_up_proj": GATED, "layers.*.mlp.down_proj": ROW}
+_PHI3 = {**_GLM, "layers.*.self_attn.qkv_proj": FUSED, "layers.*.self_attn.o_proj": ROW}
+_OLMO2 = {**_ATTENTION, **{f"layers.*.self_attn.{name}_norm": NORM for name in "qk"}}
+_GPTJ = {
+    **{f"h.*.attn.{name}_proj": COLUMN for name in "qkv"},
+    "h.*.attn.out_proj": ROW,
+    "h.*.mlp.fc_in": COLUMN,
+    "h.*.mlp.fc_out": ROW,
 }
 OWN_PLANS: dict[str, dict[str, str]] = {
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
+    "glm": _GLM,
+    "glm4": _GLM,
     "gpt2": _GPT2,
+    "gptj": _GPTJ,
     "nemotron": _NEMOTRON,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "phi3": _PHI3,
+    "stablelm": _STABLELM,
+    "youtu": _LATENT_ATTENTION,
 }
-"""By model type, what is missing in transformers' plan: V3's leaves its attention whole, GPT-2 has none, Nemotron's is
-not in 5.17."""
+"""By model type, what is missing in transformers' plan: V3's and Youtu's leave their attention whole, OLMo 2's gathers
+all heads on every rank for their norm, Phi-3's and GLM's what comes out of fused matrices, GPT-2, GPT-J and StableLM
+have none, Nemotron's is not in 5.17."""
+
+_HEAD_COUNTS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("split_size",),
+    "gptj": ("num_attention_heads",),
+    "phi3": ("num_key_value_heads", "config.num_attention_heads"),
+    "stablelm": ("num_heads", "num_key_value_heads"),
+}
+"""By model type, what the attention module's code takes for the number or width of all heads; the others' code goes by
+the size of a head alone."""
 
 
 def check(config: PretrainedConfig, degree: int) -> None:
@@ -80,7 +111,7 @@ def check(config: PretrainedConfig, degree: int) -> None:
             f"parallelism.tensor: {degree}: transformers has no tensor-parallel plan for {config.model_type};"
             " set it to 1 and use data_shard or pipeline"
         )
-    known = {COLUMN, ROW, FUSED, *WHOLE_STYLES}
+    known = {COLUMN, ROW, FUSED, GATED, NORM, *WHOLE_STYLES}
     if config.model_type in EXPERT_FAMILIES:
         known |= {EXPERTS, "packed_colwise"}
     if unknown := sorted(set(plan.values()) - known):
@@ -122,8 +153,10 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
         parent = modules[name.rpartition(".")[0]]
         if style == COLUMN:
             _cut_columns(modules[name], axis)
-        elif style == FUSED:
-            _cut_fused(parent, modules[name], axis)
+        elif style in (FUSED, GATED):
+            _cut_fused(modules[name], _shares_of(style, model.config.get_text_config()), axis)
+        elif style == NORM:
+            _cut_norm(modules[name], axis)
         elif style == ROW:
             base = _cut_rows(modules[name], axis)
             if parent in regions:
@@ -136,6 +169,7 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
             # (`trainyard.spec.obstacles`), and no verified family drops anything there itself.
             _sum_output(parent, None, axis, between)
     for region in regions:
+        _count_own_heads(region, model.config.get_text_config().model_type, axis.size())
         _gather_input(region, axis, between)
     _cut_vocabulary(model, axis)
     if split_sequence and blocks:
@@ -223,27 +257,77 @@ def _cut_rows(module: nn.Module, axis: DeviceMesh) -> Any:
     return base
 
 
-def _cut_fused(attention: Any, module: nn.Module, axis: DeviceMesh) -> None:
-    """GPT-2's query, key and value in one matrix: kept whole, of which each rank uses its heads' columns.
+def _shares_of(style: str, config: PretrainedConfig) -> tuple[int, ...]:
+    """What of a fused matrix's outputs each of the matrices in it has, as numbers that they are in proportion to."""
+    if style == GATED:
+        return 1, 1
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return config.num_attention_heads, keys, keys
 
-    A third of them is no box of the matrix, which is all that a checkpoint can describe.
+
+def _cut_fused(module: nn.Module, shares: Sequence[int], axis: DeviceMesh) -> None:
+    """Matrices side by side in one: kept whole, of which each rank uses its columns of each.
+
+    They are no box of the whole, which is all that a checkpoint can describe.
     """
     base, _, second = _adapted(module)
     size, place = axis.size(), axis.get_local_rank()
-    attention.split_size //= size
 
-    def own_columns(matrix: torch.Tensor) -> torch.Tensor:
-        return matrix.view(*matrix.shape[:-1], 3, size, -1)[..., place, :].flatten(-2)
+    def own_parts(whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Split once: the gradient of a slice is a tensor as large as the whole, that of a split is one for all."""
+        each = whole.size(dim) // sum(shares)
+        parts = torch.split(whole, [each * share // size for share in shares for _ in range(size)], dim=dim)
+        return list(parts[place::size])
+
+    def own_columns(outputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat(own_parts(outputs, -1), dim=-1)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, own_columns(base.weight).T, own_columns(base.bias))
+        weights = own_parts(base.weight.T if isinstance(base, Conv1D) else base.weight, 0)
+        biases = [None] * len(weights) if base.bias is None else own_parts(base.bias, 0)
+        products = [functional.linear(hidden, *pair) for pair in zip(weights, biases, strict=True)]
+        return torch.cat(products, dim=-1)
 
-    if isinstance(base, Conv1D):
-        base.forward = forward
-    else:
+    if isinstance(base, QuantizedLinear):
         base.register_forward_hook(lambda _, __, output: own_columns(output))
+    else:
+        base.forward = forward
     for linear in second:
         linear.register_forward_hook(lambda _, __, output: own_columns(output))
+
+
+def _count_own_heads(region: Any, model_type: str, size: int) -> None:
+    """Tells an attention module that it has this rank's heads alone."""
+    names = _HEAD_COUNTS.get(model_type, ())
+    if not names or not hasattr(region, names[0]):
+        return
+    for name in names:
+        owner = region
+        if name.startswith("config."):  # the model's, which others read
+            owner = region.config = copy.copy(region.config)
+        count = name.removeprefix("config.")
+        setattr(owner, count, getattr(owner, count) // size)
+
+
+def _cut_norm(norm: Any, axis: DeviceMesh) -> None:
+    """A norm of all heads' outputs, of which this rank has its own heads': only the mean of squares needs the others'.
+
+    In the order of OLMo 2's code: what is normalized, in float32, times the weight, in the type of the input.
+    """
+    width, epsilon = norm.weight.numel(), norm.variance_epsilon
+    _cut(norm, {"weight": 0}, axis)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.to(torch.float32)
+        squares = wide.square().sum(dim=-1, keepdim=True)
+        parts = DTensor.from_local(squares, axis, [Partial()], run_check=False)
+        summed: torch.Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+        # Every rank's outputs come of the sum, so its gradient is the sum of theirs.
+        shared = DTensor.from_local(summed, axis, [Replicate()], run_check=False)
+        mean = shared.to_local(grad_placements=[Partial()]) / width
+        return (local_tensor(norm.weight) * (wide * torch.rsqrt(mean + epsilon))).to(hidden.dtype)
+
+    norm.forward = forward
 
 
 def _cut(linear: nn.Module, dims: Mapping[str, int], axis: DeviceMesh) -> None:
