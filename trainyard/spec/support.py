@@ -54,12 +54,12 @@ OWN_HEAD_NORMS: Mapping[str, str] = {"cohere": "use_qk_norm", "stablelm": "qk_la
 EXPERT_FAMILIES = frozenset(
     {
         *("afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3"),
-        *("deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_text"),
-        *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
-        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
-        *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral"),
-        *("nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
-        "zaya",
+        *("deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo"),
+        *("flint", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe"),
+        *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
+        *("inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash"),
+        *("minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe"),
+        *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "solar_open", "zaya"),
     }
 )
 """Model types with packed experts that are called as (hidden states, chosen experts, their weights).
@@ -69,6 +69,7 @@ others by `tests/trainer/test_expert_families.py`."""
 
 UNSPREAD_EXPERTS: Mapping[str, str] = {
     "dbrx": "they are rows of one flat matrix",
+    "doge": "they are rows of embeddings, looked up token by token",
     "jetmoe": "its attention's heads are experts too, and all are given rows that are sorted already",
     "llama4_text": "they are given every token, those that were not chosen with zeros, and no choice",
     "longcat_flash": "some of them are no weights but hand their tokens on",

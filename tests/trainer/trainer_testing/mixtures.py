@@ -32,6 +32,10 @@ _LINEAR = {
     **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     **{"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 48},
 }
+_COMPRESSED = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+    **{"indexer_compress_ratio": 2, "hc_lowrank": 8},
+}
 _WINDOWS = {
     **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "swa_v_head_dim": 8},
     **{"v_head_dim": 8, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
@@ -56,6 +60,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek_v32": _INDEXED,
     "deepseek_v4": {"n_routed_experts": NUM_EXPERTS},
     "dots1": _GROUPS,
+    "dots3_note_text": _INDEXED | _ONE_GROUP | _SWITCHED | {"shared_experts_intermediate_size": 24},
     "ernie4_5_moe": {
         **{"moe_num_experts": NUM_EXPERTS, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0}
     },
@@ -92,6 +97,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _PLAIN | {"shared_expert_intermediate_size": 48},
     "qwen3_5_moe_text": _PLAIN | _LINEAR,
     "qwen3_next": _PLAIN | _LINEAR,
+    "qwen4_exp_text": _PLAIN | _LINEAR | _COMPRESSED,
     "solar_open": _GROUPS,
     "zaya": _PLAIN | {"num_experts_per_tok": 1},
 }
