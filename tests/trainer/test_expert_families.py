@@ -31,8 +31,15 @@ from transformers import AutoConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
-from trainyard.spec.obstacles import PACKED_EXPERT_FAMILIES, job_obstacles
-from trainyard.spec.support import EXPERT_FAMILIES, PIPELINE_FAMILIES, ROUTER_FAMILIES, UNSPREAD_EXPERTS, ModelFacts
+from trainyard.spec.obstacles import PACKED_EXPERT_FAMILIES, job_obstacles, layout_obstacles
+from trainyard.spec.support import (
+    EXPERT_FAMILIES,
+    EXPERT_TENSOR_FAMILIES,
+    PIPELINE_FAMILIES,
+    ROUTER_FAMILIES,
+    UNSPREAD_EXPERTS,
+    ModelFacts,
+)
 
 LAST, SAVED_AT = 4, 2
 TOLERANCE = 1e-7
@@ -43,29 +50,49 @@ SPREAD: dict[str, int] = {"expert": 2, "data_shard": 2}
 COPIED: dict[str, int] = {"expert": 2, "data_shard": 4}
 """Two ranks have copies of each expert, which FSDP shards inside of it."""
 
+CUT: dict[str, int] = {"tensor": 2}
+CUT_AND_SPREAD: dict[str, int] = {"tensor": 2, "expert": 2, "data_shard": 2}
+
 QUICK = ("beam", "glm4_moe_lite", "gpt_oss", "qwen3_next")
 """BEAM's layers without rotations are given None for them, which FSDP has to hand on."""
 OF_FOUR = ("aria_text", "deepseek_v4", "gemma4_text", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_5_moe_text")
 """Transposed matrices, hashed tokens, experts beside a dense block, shared ones, biases, and what is usual."""
 
 
+QUICK_CUT = ("glm4_moe", "gpt_oss", "qwen2_moe")
+"""Shared experts that transformers' plan has and has not, and sinks, a vector with an entry a head."""
+CUT_WEIGHTS = 1e-6
+"""Sums over tensor ranks round otherwise than one process, and most of these routers choose in float32."""
+
+
 def request(family: str, layout: dict[str, int], folder: Path, **changes: Any) -> RunRequest:
-    """A family's run, that compares its last weights with those of one process."""
-    job = {"model": mixture(family), "document_masks": False, "precision": "fp64", "steps": LAST, "micro_batch_size": 4}
+    """A family's run, that compares its last weights with those of one process.
+
+    The auxiliary loss is not computed with tensor (`trainyard.spec.obstacles`), nor in what that is compared with.
+    """
+    is_balanced = not changes.pop("is_cut", "tensor" in layout)
+    job = {
+        "model": mixture(family, is_balanced=is_balanced),
+        "document_masks": False,
+        "precision": "fp64",
+        "steps": LAST,
+        "micro_batch_size": 4,
+    }
     name = strategy_name(ParallelismSpec.model_validate(layout)) if layout else "single"
     kept = {"weights" if layout else "keep_weights": str(folder / family)}
     return RunRequest(name, last_step=LAST, job=job | {"parallelism": layout}, **kept, **changes)
 
 
 def check(families: tuple[str, ...], layout: dict[str, int], folder: Path) -> None:
-    ones = run(1, [request(family, {}, folder) for family in families])
+    is_cut = "tensor" in layout
+    ones = run(1, [request(family, {}, folder, is_cut=is_cut) for family in families])
     world_size = ParallelismSpec.model_validate(layout).world_size
     results = run(world_size, [request(family, layout, folder) for family in families])
     wrong = {}
     for family, result, one in zip(families, results, ones, strict=True):
         found = worst_relative_error(result, one), result["weights_error"]
         print(f"{family}: {found[0]:.0e}, weights {found[1]:.0e}")
-        if not (found[0] < TOLERANCE and found[1] < WEIGHTS.get(family, TOLERANCE)):
+        if not (found[0] < TOLERANCE and found[1] < WEIGHTS.get(family, CUT_WEIGHTS if is_cut else TOLERANCE)):
             wrong[family] = found
     assert wrong == {}
 
@@ -76,6 +103,9 @@ def check(families: tuple[str, ...], layout: dict[str, int], folder: Path) -> No
         pytest.param(QUICK, SPREAD, id="quick"),
         pytest.param(tuple(sorted(MIXTURES)), SPREAD, id="all", marks=pytest.mark.full),
         pytest.param(OF_FOUR, COPIED, id="copies", marks=pytest.mark.full),
+        pytest.param(QUICK_CUT, CUT, id="quick, cut"),
+        pytest.param(tuple(sorted(EXPERT_TENSOR_FAMILIES)), CUT, id="all, cut", marks=pytest.mark.full),
+        pytest.param(tuple(sorted(EXPERT_TENSOR_FAMILIES)), CUT_AND_SPREAD, id="both", marks=pytest.mark.full),
     ],
 )
 def test_experts_on_ranks_equal_one_process(families: tuple[str, ...], layout: dict[str, int], tmp_path: Path) -> None:
@@ -86,11 +116,13 @@ def test_every_family_that_is_let_in_is_held_to_one_process() -> None:
     in_parity = {"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"}
     assert MIXTURES.keys() | in_parity == EXPERT_FAMILIES
     assert in_parity == EXPERT_FAMILIES & PIPELINE_FAMILIES
+    assert MIXTURES.keys() >= EXPERT_TENSOR_FAMILIES
     assert ROUTER_FAMILIES <= EXPERT_FAMILIES and not UNSPREAD_EXPERTS.keys() & EXPERT_FAMILIES
 
 
-def built(family: str) -> nn.Module:
-    return build_model(tiny_job("single", 1, model=mixture(family), document_masks=False), vocab_size=VOCAB_SIZE)
+def built(family: str, *, is_balanced: bool = True) -> nn.Module:
+    model = mixture(family, is_balanced=is_balanced)
+    return build_model(tiny_job("single", 1, model=model, document_masks=False), vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +160,51 @@ def test_experts_of_another_kind_are_refused_with_the_reason(family: str) -> Non
         tiny_job("single", 1, model=model | {"model_type": family}, document_masks=False), vocab_size=VOCAB_SIZE
     )
     assert expert_modules(alone) == [], "or they are passed over without a word"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "name"),
+    [
+        ("qwen2_moe", {"shared_expert_intermediate_size": 45}, r"shared_expert_intermediate_size \(45\)"),
+        ("glm4_moe_lite", {"moe_intermediate_size": 25}, r"moe_intermediate_size \(25\)"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 1}, r"swa_num_key_value_heads \(1\)"),
+        ("gpt_oss", {"num_key_value_heads": 1}, r"num_key_value_heads \(1\)"),
+    ],
+)
+def test_what_tensor_ranks_would_not_share_evenly_is_refused(family: str, changes: dict[str, int], name: str) -> None:
+    model = mixture(family, is_balanced=False) | changes
+    job = tiny_job("refused", 2, model=model, document_masks=False, parallelism=CUT)
+    with pytest.raises(InputError, match=rf"^parallelism\.tensor: 2 does not divide the model's {name}"):
+        check_supported(job, device_type="cpu")
+
+
+def test_adapters_go_to_attention_alone_where_a_mixture_is_cut() -> None:
+    """What they drop elsewhere, ranks would have to drop alike."""
+    for targets, told in ((["q_proj", "o_proj"], []), (["q_proj", "up_proj", "gate_proj"], ["gate_proj, up_proj"])):
+        adapter = {"kind": "lora", "rank": 2, "targets": targets}
+        job = tiny_job("refused", 2, source="unread", adapter=adapter, document_masks=False, parallelism=CUT)
+        facts = ModelFacts(model_type="qwen2_moe", num_experts=NUM_EXPERTS)
+        sizes = {"micro_batch_size": 1, "num_micro_batches": 2, "recompute": "none"}
+        found = list(layout_obstacles(job.spec, job.parallelism, facts, **sizes))  # type: ignore[arg-type]
+        assert [line.split(": ")[1] for line in found] == told, found
+
+
+@pytest.mark.slow
+def test_adapters_of_cut_attention_equal_one_process(tmp_path: Path) -> None:
+    families = ("glm4_moe", "gpt_oss")
+    asked = []
+    for family in families:
+        model: Any = built(family, is_balanced=False)
+        model.save_pretrained(tmp_path / family)
+        adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj", "o_proj"]}
+        job = {"source": str(tmp_path / family), "adapter": adapter, "document_masks": False, "precision": "fp64"}
+        asked.append(RunRequest("single", last_step=LAST, job=job | {"micro_batch_size": 4}))
+    ones = run(1, asked)
+    for layout in (SPREAD, CUT):
+        name = strategy_name(ParallelismSpec.model_validate(layout))
+        results = run(2, [replace(one, strategy=name, job=one.job | {"parallelism": layout}) for one in asked])
+        for family, one, result in zip(families, ones, results, strict=True):
+            assert worst_relative_error(result, one) < TOLERANCE, (family, layout)
 
 
 _IN_BLOCKS = ["gate_proj", "up_proj", "down_proj"]

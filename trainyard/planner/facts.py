@@ -41,11 +41,13 @@ def check_job(job: JobSpec, shape: ModelShape | None) -> None:
 def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape) -> ModelFacts:
     # Some families have no key/value heads of their own, and a configuration that states them all the same.
     stated = _whole(config.get("num_key_value_heads"))
+    own_width = shape.shared_ffn if _whole(config.get("shared_expert_intermediate_size")) else 0
     split = {
         "num_attention_heads": shape.heads,
         "num_key_value_heads": stated or shape.kv_heads,
         "intermediate_size": shape.ffn,
-        "moe_intermediate_size": shape.moe_ffn if shape.shared_ffn else 0,
+        "moe_intermediate_size": shape.moe_ffn if shape.shared_ffn and not own_width else 0,
+        "shared_expert_intermediate_size": own_width,
     }
     rows = {
         "heads": shape.value_dim,

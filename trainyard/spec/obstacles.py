@@ -16,6 +16,7 @@ from trainyard.spec.model_types import CAUSAL_LM_TYPES, HEADS, LINEAR_LAYERS
 from trainyard.spec.support import (
     ATTENTION_LAYERS,
     DOCUMENT_FAMILIES,
+    EXPERT_TENSOR_FAMILIES,
     NO_RECOMPUTATION,
     ROUTER_BIAS_FAMILIES,
     ROUTER_FAMILIES,
@@ -31,6 +32,11 @@ FP8_MULTIPLE = 16
 
 HALF_PRECISIONS = frozenset({"bf16", "fp16", "fp8"})
 """Those in which attention's inputs have two bytes: fp8 is for linear layers alone."""
+
+_ATTENTION_TARGETS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"}
+)
+"""Of mixtures that tensor parallelism cuts."""
 
 MEASURES: dict[str, tuple[str, ...]] = {
     "causal_lm": ("loss", "perplexity"),
@@ -393,6 +399,8 @@ def _product_obstacles(
     if layout.tensor > 1:
         is_quantized = adapter is not None and adapter.kind == "qlora"
         found.append(tensor_obstacle(model, layout.tensor, is_quantized=is_quantized))
+        if adapter is not None and model.model_type in EXPERT_TENSOR_FAMILIES:
+            found.append(_cut_mixture_obstacle(adapter, layout.tensor, model.model_type))
     if layout.pipeline > 1:
         found.append(
             pipeline_obstacle(
@@ -405,6 +413,17 @@ def _product_obstacles(
     if layout.expert > 1 or (layout.tensor > 1 and model.num_experts):
         found.append(expert_obstacle(model.model_type, model.num_experts, layout))
     yield from (obstacle for obstacle in found if obstacle is not None)
+
+
+def _cut_mixture_obstacle(adapter: AdapterSpec, degree: int, model_type: str) -> str | None:
+    """Beside attention, whose ranks drop what is their own, an adapter's dropout would have to be one on all ranks."""
+    others = sorted(set(adapter.targets) - _ATTENTION_TARGETS)
+    if not others:
+        return None
+    return (
+        f"model.adapter.targets: {', '.join(others)}: adapters beside the attention are not verified in {model_type}"
+        f" with parallelism.tensor: {degree}; name layers of the attention, or set tensor to 1"
+    )
 
 
 def _attention_obstacles(job: JobSpec, micro_batch_size: int) -> Iterator[str]:

@@ -76,6 +76,17 @@ UNSPREAD_EXPERTS: Mapping[str, str] = {
 }
 """Mixtures whose experts take another call, or lie in memory otherwise -> how."""
 
+EXPERT_TENSOR_FAMILIES = frozenset(
+    {
+        *("afmoe", "aria_text", "axk2", "cohere2_moe", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
+        *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"),
+        *("hunyuan_v1_moe", "hy_v3", "kolibri1", "mellum", "mimo_v2_flash", "minimax", "qwen2_moe", "solar_open"),
+    }
+)
+"""Mixtures whose attention and shared experts are cut beside their experts, each tried at two ranks, and with `expert`
+at four (`tests/trainer/test_expert_families.py`). In others a norm of all heads (MiniMax-M2, OLMoE) or of what is to be
+summed (A.X K1), a recurrence, noise, or a block around the experts (Gemma 4) stands in the way."""
+
 DOCUMENT_FAMILIES = frozenset(
     {
         *("apertus", "arcee", "aria_text", "axk1", "beam", "bitnet", "codegen", "cohere", "cohere2"),
@@ -290,7 +301,7 @@ def expert_obstacle(model_type: str, num_experts: int, layout: ParallelismSpec) 
 
 def tensor_obstacle(model: ModelFacts, degree: int, *, is_quantized: bool) -> str | None:
     """Why a model's matrices can't be cut over so many ranks (more than one). `is_quantized`: they have 4 bits."""
-    known = TENSOR_FAMILIES | OTHER_TENSOR_FAMILIES
+    known = TENSOR_FAMILIES | OTHER_TENSOR_FAMILIES | EXPERT_TENSOR_FAMILIES
     if model.model_type is not None and model.model_type not in known:
         return (
             f"parallelism.tensor: {degree} is not verified for model_type {model.model_type}: set it to 1 and use"

@@ -19,7 +19,7 @@ from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from trainyard.errors import InputError
-from trainyard.spec.support import EXPERT_FAMILIES, OTHER_TENSOR_FAMILIES, PIPELINE_FAMILIES
+from trainyard.spec.support import EXPERT_FAMILIES, EXPERT_TENSOR_FAMILIES, OTHER_TENSOR_FAMILIES, PIPELINE_FAMILIES
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
 ENGINES = {
@@ -185,9 +185,12 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         "`tensor` also takes, each tried at 2 ranks alone (`pytest -m full tests/trainer/test_more_families.py`) and",
         f"none proposed by the planner: {', '.join(sorted(OTHER_TENSOR_FAMILIES))}.",
         "",
-        "`expert` also takes, each held against one process in float64 at 2 ranks, all weights trained (`pytest",
-        "-m full tests/trainer/test_expert_families.py`):",
+        "`expert` also takes, each held against one process in float64 at 2 ranks",
+        "(`pytest -m full tests/trainer/test_expert_families.py`):",
         f"{', '.join(sorted(EXPERT_FAMILIES - PIPELINE_FAMILIES))}.",
+        "",
+        "Of these `tensor` takes, alone or beside `expert`, and the planner proposes none:",
+        f"{', '.join(sorted(EXPERT_TENSOR_FAMILIES))}.",
         "",
         "DDP, FSDP2 and ZeRO don't ask for a model type of the tables; where a type's packed documents can't be kept",
         "apart, `data.document_masks: false` is asked for. Of those that the tables lack these are held against one",

@@ -47,6 +47,9 @@ def _split_sizes(config: PretrainedConfig) -> dict[str, int]:
         "num_key_value_heads": size_of(config, "num_key_value_heads") or heads,
         "intermediate_size": size_of(config, "intermediate_size"),
         "moe_intermediate_size": _shared_width(config) and size_of(config, "moe_intermediate_size"),
+        "shared_expert_intermediate_size": size_of(config, "shared_expert_intermediate_size"),
+        "swa_num_attention_heads": size_of(config, "swa_num_attention_heads"),
+        "swa_num_key_value_heads": size_of(config, "swa_num_key_value_heads"),
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -70,5 +73,7 @@ def _row_widths(config: PretrainedConfig) -> dict[str, int]:
 
 
 def _shared_width(config: PretrainedConfig) -> int:
-    shared, width = (getattr(config, name, None) for name in ("n_shared_experts", "moe_intermediate_size"))
-    return shared * width if shared and width else 0
+    """Of what is cut beside the routed experts; 0 where they are of a width of their own, or there is nothing."""
+    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+    return shared * (size_of(config, "moe_intermediate_size") or 0)

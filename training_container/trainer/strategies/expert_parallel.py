@@ -204,14 +204,14 @@ class TokenExchange:
             # gradients on every rank, and backward must reach the exchange that the other ranks wait in.
             rows = torch.cat([rows, rows.new_zeros((1, rows.size(1)))])
             chosen = chosen.new_zeros((1, 1))
-        with _local_weights(self._module):
+        with local_weights(self._module):
             results: torch.Tensor = self._forward_local(rows, chosen, rows.new_ones(chosen.shape))
         return results[:num_rows]
 
 
 @contextmanager
-def _local_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, the module's weights are plain tensors of this rank's experts; gradients reach the DTensors."""
+def local_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's own weights are plain tensors, this rank's part; gradients reach the DTensors."""
     weights = {name: weight for name, weight in module.named_parameters(recurse=False) if isinstance(weight, DTensor)}
     module._parameters.update({name: weight.to_local() for name, weight in weights.items()})  # type: ignore[misc]
     try:

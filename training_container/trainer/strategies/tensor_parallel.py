@@ -45,8 +45,8 @@ FUSED, GATED = "fused_qkv", "fused_gate_up"
 NORM = "norm_of_all_heads"
 """A root mean square over the outputs of a column-wise matrix, of which each rank has some: they sum their squares."""
 
-WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})
-"""Modules inside a region that every rank has whole."""
+WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"})
+"""Modules inside a region that every rank has whole, or that are marked for transformers alone."""
 
 _LATENT_ATTENTION = {
     "layers.*.self_attn.q_proj": COLUMN,
@@ -72,23 +72,43 @@ _GPTJ = {
     "h.*.mlp.fc_in": COLUMN,
     "h.*.mlp.fc_out": ROW,
 }
+
+
+def _gated(module: str) -> dict[str, str]:
+    """A block of a gate, what it lets through, and the way back."""
+    return {f"layers.*.{module}.{name}_proj": ROW if name == "down" else COLUMN for name in ("gate", "up", "down")}
+
+
+_SHARED_EXPERTS = _gated("mlp.shared_experts")
+
 OWN_PLANS: dict[str, dict[str, str]] = {
+    "afmoe": _ATTENTION | {"layers.*.self_attn.gate_proj": COLUMN} | _gated("mlp") | _SHARED_EXPERTS,
+    "cohere2_moe": _SHARED_EXPERTS,
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
+    "exaone_moe": _SHARED_EXPERTS,
     "glm": _GLM,
     "glm4": _GLM,
+    "glm4_moe_lite": _SHARED_EXPERTS,
     "gpt2": _GPT2,
+    "gpt_oss": _ATTENTION | {"layers.*.self_attn.sinks": COLUMN, "layers.*.mlp.experts": EXPERTS},
     "gptj": _GPTJ,
+    "granitemoe": _ATTENTION,
+    "granitemoeshared": _ATTENTION,
+    "hunyuan_v1_moe": _ATTENTION | _gated("mlp.shared_mlp"),
     "nemotron": _NEMOTRON,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "phi3": _PHI3,
+    "qwen2_moe": _gated("mlp.shared_expert"),
+    "solar_open": _SHARED_EXPERTS,
     "stablelm": _STABLELM,
     "youtu": _LATENT_ATTENTION,
 }
 """By model type, what is missing in transformers' plan: V3's and Youtu's leave their attention whole, OLMo 2's gathers
-all heads on every rank for their norm, Phi-3's and GLM's what comes out of fused matrices, GPT-2, GPT-J and StableLM
-have none, Nemotron's is not in 5.17."""
+all heads on every rank for their norm, Phi-3's and GLM's what comes out of fused matrices, GPT-2, GPT-J, StableLM and
+gpt-oss have none, Nemotron's is not in 5.17, and others leave whole what all tokens share, which would be added up as
+often as there are ranks."""
 
 _HEAD_COUNTS: dict[str, tuple[str, ...]] = {
     "gpt2": ("split_size",),
@@ -113,7 +133,9 @@ def check(config: PretrainedConfig, degree: int) -> None:
         )
     known = {COLUMN, ROW, FUSED, GATED, NORM, *WHOLE_STYLES}
     if config.model_type in EXPERT_FAMILIES:
-        known |= {EXPERTS, "packed_colwise"}
+        known |= {EXPERTS}
+        experts = [f"{name}." for name, style in plan.items() if style == EXPERTS]  # whose weights go with them
+        plan = {name: style for name, style in plan.items() if not name.startswith((*experts,))}
     if unknown := sorted(set(plan.values()) - known):
         raise InputError(
             f"parallelism.tensor: {degree}: the plan of {config.model_type} has parts that this trainer does not split"
@@ -151,7 +173,9 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
     added_after: set[nn.Parameter] = set()
     for name, style in _styles_of(model).items():
         parent = modules[name.rpartition(".")[0]]
-        if style == COLUMN:
+        if style == COLUMN and name not in modules:
+            _cut_by_head(parent, name.rpartition(".")[2], axis)
+        elif style == COLUMN:
             _cut_columns(modules[name], axis)
         elif style in (FUSED, GATED):
             _cut_fused(modules[name], _shares_of(style, model.config.get_text_config()), axis)
@@ -209,11 +233,13 @@ def check_experts(model: PreTrainedModel, degree: int) -> None:
 
 
 def _styles_of(model: PreTrainedModel) -> dict[str, str]:
-    """Name in `model` -> style, one entry a module that there is."""
+    """Name in `model` -> style, one entry a module, or a weight of an attention's own, that there is."""
     plan, base = plan_of(model.config.get_text_config()), model.base_model
     prefix = next(name for name, module in model.named_modules() if module is base)
     prefix = f"{prefix}." if prefix else ""
-    found = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in base.named_modules()}
+    vectors = [name for name, weight in base.named_parameters() if weight.ndim == 1]  # experts' are packed, and theirs
+    names = [*(name for name, _ in base.named_modules()), *vectors]
+    found = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
     return {prefix + name: style for name, style in found.items() if style is not None}
 
 
@@ -328,6 +354,18 @@ def _cut_norm(norm: Any, axis: DeviceMesh) -> None:
         return (local_tensor(norm.weight) * (wide * torch.rsqrt(mean + epsilon))).to(hidden.dtype)
 
     norm.forward = forward
+
+
+def _cut_by_head(attention: nn.Module, name: str, axis: DeviceMesh) -> None:
+    """Each rank has its heads' entries of a vector, gpt-oss' sinks."""
+    _cut(attention, {name: 0}, axis)
+    inner = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with expert_parallel.local_weights(attention):
+            return inner(*args, **kwargs)
+
+    setattr(attention, "forward", forward)  # noqa: B010  # mypy forbids methods to be assigned
 
 
 def _cut(linear: nn.Module, dims: Mapping[str, int], axis: DeviceMesh) -> None:
