@@ -199,7 +199,7 @@ def test_pieces_cover_the_sequence_once_and_cost_the_same() -> None:
     [
         ("Llama", {"context": 16}, r"context: 16 cuts .* 32 equal pieces, .* is 24: use 32, or another multiple"),
         ("Llama", {"context": 5}, r"context: 5 cuts .* 10 equal pieces, .* is 24: use 20, or another multiple"),
-        ("phi3", {"context": 2}, r"context: 2 is not verified for .*phi3"),
+        ("bloom", {"context": 2}, r"context: 2 is not verified for .*bloom"),
         ("Llama", {"data_shard": 2, "expert": 2}, r"expert: 2 needs a mixture of experts .* llama is not"),
         (
             "Mixtral",

@@ -35,8 +35,8 @@ from trainyard.spec.obstacles import PACKED_EXPERT_FAMILIES, job_obstacles, layo
 from trainyard.spec.support import (
     EXPERT_FAMILIES,
     EXPERT_TENSOR_FAMILIES,
-    PIPELINE_FAMILIES,
     ROUTER_FAMILIES,
+    TENSOR_FAMILIES,
     UNSPREAD_EXPERTS,
     ModelFacts,
 )
@@ -115,7 +115,7 @@ def test_experts_on_ranks_equal_one_process(families: tuple[str, ...], layout: d
 def test_every_family_that_is_let_in_is_held_to_one_process() -> None:
     in_parity = {"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"}
     assert MIXTURES.keys() | in_parity == EXPERT_FAMILIES
-    assert in_parity == EXPERT_FAMILIES & PIPELINE_FAMILIES
+    assert in_parity == EXPERT_FAMILIES & TENSOR_FAMILIES
     assert MIXTURES.keys() >= EXPERT_TENSOR_FAMILIES
     assert ROUTER_FAMILIES <= EXPERT_FAMILIES and not UNSPREAD_EXPERTS.keys() & EXPERT_FAMILIES
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from trainer import collective_names, lean_imports
 from trainer.models.recomputation import AllButKept, _uncounted
 from trainer.strategies.deepspeed_import import load_deepspeed
-from transformers import GPT2Config, MixtralConfig
+from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 pytestmark = pytest.mark.slow
@@ -223,11 +223,6 @@ def test_torch_leaves_products_of_groups_out_of_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.mm(rows, groups[0]).dtype == torch.bfloat16
         assert torch._grouped_mm(rows, groups, offs=ends).dtype == torch.float32
-
-
-def test_transformers_has_no_pipeline_plan_for_gpt2() -> None:
-    """Met by `_outline_of` of strategies/pipeline.py."""
-    assert getattr(GPT2Config(), "base_model_pp_plan", None) is None
 
 
 def test_transformers_sees_packed_documents_in_micro_batches_of_one_alone() -> None:

@@ -10,32 +10,39 @@ from typing import Any
 
 from trainyard.spec.job import ParallelismSpec
 
-PIPELINE_FAMILIES = frozenset(
+TENSOR_FAMILIES = frozenset(
     {
-        "deepseek_v2",
-        "deepseek_v3",
-        "gemma",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
+        *("deepseek_v2", "deepseek_v3", "gemma", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3"),
         "qwen3_moe",
     }
 )
-"""Models whose forward pass does nothing on the way in but embed, and nothing on the way out but norm and head, so
-that running it once a stage is the same as running it once. Each has a parity test."""
-
-CONTEXT_FAMILIES = PIPELINE_FAMILIES
-"""Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tested).
-
-A state-space or convolution layer would silently see a cut sequence, so others are refused.
-"""
-
-TENSOR_FAMILIES = PIPELINE_FAMILIES
 """Model types whose matrices are cut in the parity suite: what is proposed to a person is of these."""
+
+PIPELINE_FAMILIES = TENSOR_FAMILIES | frozenset(
+    {
+        *("apertus", "arcee", "aria_text", "axk1", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe"),
+        *("cwm", "dbrx", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon"),
+        *("flex_olmo", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+        *("gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoeshared", "helium"),
+        *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2"),
+        *("jetmoe", "kolibri1", "laguna", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mpt"),
+        *("nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe"),
+        *("qwen2_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
+    }
+)
+"""Models whose blocks hand one tensor of hidden states from each to the next, and nothing else that depends on tokens,
+so that a forward pass may be interrupted between any two. Each is tried at two ranks (`test_cut_families`)."""
+
+CONTEXT_FAMILIES = PIPELINE_FAMILIES - {
+    *("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"),
+    *("gemma2", "gemma3_text", "hy_v3", "opt", "vaultgemma"),
+}
+"""Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tried as
+above).
+
+A state-space or convolution layer would silently see a cut sequence, so others are refused; of those that are left
+out here, the first write their attention out themselves, and the others are not proved to be one process's.
+"""
 
 OTHER_TENSOR_FAMILIES = frozenset(
     {
@@ -64,7 +71,7 @@ EXPERT_FAMILIES = frozenset(
 )
 """Model types with packed experts that are called as (hidden states, chosen experts, their weights).
 
-Each is tested at two ranks, in float64: those of PIPELINE_FAMILIES in the parity suite, with every other axis, the
+Each is tested at two ranks, in float64: those of TENSOR_FAMILIES in the parity suite, with every other axis, the
 others by `tests/trainer/test_expert_families.py`."""
 
 UNSPREAD_EXPERTS: Mapping[str, str] = {

@@ -63,6 +63,8 @@ class RunRequest:
     loss_scale: float = 1.0
     """Torch engines: gradients are made so many times larger and divided by it, as fp16's are. Where it is no power of
     two all that is rounded on the way is rounded otherwise, as it is under three data-parallel ranks."""
+    is_wide: bool = False
+    """In fp64, softmax too: models name float32 for it, whose rounding is another one where sums have another order."""
 
 
 def run(
@@ -195,9 +197,18 @@ def main(requests: Sequence[RunRequest]) -> None:
             with ExitStack() as changed:
                 for name, value in request.constants.items():
                     changed.enter_context(patch(name, value))
+                if request.is_wide:
+                    changed.enter_context(patch("torch.nn.functional.softmax", _wide_softmax))
                 seen = _run(request, runtime)
             if runtime.is_first:
                 print(MARK + json.dumps({"strategy": request.strategy, **seen}), flush=True)
+
+
+def _wide_softmax(
+    scores: torch.Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """torch's, in no narrower type than it is given."""
+    return scores.softmax(dim, dtype=None if dtype is None else torch.promote_types(dtype, scores.dtype))
 
 
 def _run(request: RunRequest, runtime: Runtime) -> Result:

@@ -19,7 +19,14 @@ from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from trainyard.errors import InputError
-from trainyard.spec.support import EXPERT_FAMILIES, EXPERT_TENSOR_FAMILIES, OTHER_TENSOR_FAMILIES, PIPELINE_FAMILIES
+from trainyard.spec.support import (
+    CONTEXT_FAMILIES,
+    EXPERT_FAMILIES,
+    EXPERT_TENSOR_FAMILIES,
+    OTHER_TENSOR_FAMILIES,
+    PIPELINE_FAMILIES,
+    TENSOR_FAMILIES,
+)
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
 ENGINES = {
@@ -187,10 +194,14 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         "",
         "`expert` also takes, each held against one process in float64 at 2 ranks",
         "(`pytest -m full tests/trainer/test_expert_families.py`):",
-        f"{', '.join(sorted(EXPERT_FAMILIES - PIPELINE_FAMILIES))}.",
+        f"{', '.join(sorted(EXPERT_FAMILIES - TENSOR_FAMILIES))}.",
         "",
         "Of these `tensor` takes, alone or beside `expert`, and the planner proposes none:",
         f"{', '.join(sorted(EXPERT_TENSOR_FAMILIES))}.",
+        "",
+        "`pipeline` also takes, each held against one process in float64 at 2 ranks (`pytest -m full",
+        f"tests/trainer/test_cut_families.py`): {', '.join(sorted(PIPELINE_FAMILIES - TENSOR_FAMILIES))}.",
+        f"So does `context`, but for {', '.join(sorted(PIPELINE_FAMILIES - CONTEXT_FAMILIES))}.",
         "",
         "DDP, FSDP2 and ZeRO don't ask for a model type of the tables; where a type's packed documents can't be kept",
         "apart, `data.document_masks: false` is asked for. Of those that the tables lack these are held against one",

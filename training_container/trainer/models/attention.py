@@ -118,6 +118,11 @@ def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device)
     """One line on what a language model that was built for this job runs."""
     config = model.config.get_text_config()
     if job.parallelism.context > 1:
+        if changes_scores(config):
+            return (
+                f"written out, over keys and values of {job.parallelism.context} ranks (parallelism.context;"
+                f" {config.model_type} caps attention's scores or has sinks): own x all tokens a head in memory"
+            )
         documents = _documents_over_ranks(job, config)
         return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{documents})"
     return describe_attention(choose_attention(job, config, device_type=device.type), job, config, device)
@@ -189,6 +194,11 @@ def _machine_obstacle(device_type: str) -> str | None:
     if not _has_varlen():
         return f"torch {torch.__version__} lacks torch.nn.attention.varlen with windows and grouped queries"
     return None
+
+
+def changes_scores(config: PretrainedConfig) -> bool:
+    """Whether attention caps its scores or gives a share to no token, which torch's kernels don't."""
+    return _caps_scores(config) or config.model_type in _SINKS
 
 
 def _caps_scores(config: PretrainedConfig) -> bool:

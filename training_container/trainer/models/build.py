@@ -182,6 +182,15 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
+def path_to_blocks(model: nn.Module) -> str:
+    """The name in `model` of the list that holds its `transformer_blocks`, one after the other."""
+    blocks = transformer_blocks(model)
+    found: str = next(
+        name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and [*each] == blocks
+    )
+    return found
+
+
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """How many of a module's parts have each of its weights."""
     return Counter(weight for part in module.modules() for weight in part.parameters(recurse=False))

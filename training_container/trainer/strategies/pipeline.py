@@ -8,6 +8,7 @@ of one layout is a checkpoint of every other. The schedules are torch.distribute
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from transformers import PreTrainedModel
 
 from trainer.losses.head import ScoringHead
+from trainer.models.build import path_to_blocks
 from trainer.strategies.base import Clock
 from trainer.strategies.fsdp import add_up_gradients
 from trainyard.spec.job import ResolvedJob
@@ -51,25 +53,93 @@ class Absent(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
+class AbsentBlock(Absent):
+    """Stands where another stage's block was, and gives what that gave."""
+
+    def __init__(self, *, in_tuple: bool) -> None:
+        super().__init__()
+        self._in_tuple = in_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states, which are the first argument; alone, or as the first of several things."""
+        hidden = super().forward(*args, **kwargs)
+        return (hidden,) if self._in_tuple else hidden
+
+
+class Entrance(AbsentBlock):
+    """Stands where the block before a stage's first was, and gives what came from the stage before.
+
+    What the model made of it on the way here is thrown away: scales and norms of embeddings, positions and dropout are
+    the first stage's.
+    """
+
+    hidden: torch.Tensor | None = None
+    """Of the micro-batch that is on its way."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """What the stage before sent."""
+        return super().forward(self.hidden)
+
+
+class Exit(AbsentBlock):
+    """Stands where the block after a stage's last was, and keeps what that gave, to be sent on.
+
+    What the model still makes of it is thrown away: it is the last stage's.
+    """
+
+    hidden: torch.Tensor | None = None
+    """Of the micro-batch that is on its way."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states."""
+        self.hidden = Absent.forward(self, *args, **kwargs)
+        return super().forward(self.hidden)
+
+
 class NoPositions(nn.Module):
-    """Stands where GPT-2's embedding of positions was: the hidden states have it in them since the first stage."""
+    """Stands where an embedding of positions was: the hidden states have it in them since the first stage."""
 
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """What is added to the hidden states."""
-        return torch.zeros((), device=position_ids.device)
+        return torch.zeros((), device=next(iter((*args, *kwargs.values()))).device)
 
 
-_POSITIONS = "wpe"
+BLOCKS_IN_TUPLES = frozenset({"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"})
+"""Model types (transformers 5.23) whose blocks give their hidden states as the first of several things."""
+
+_ENDS: dict[str, frozenset[str]] = {"opt": frozenset({"final_layer_norm", "project_out"})}
+"""By model type, modules that come after the blocks, though the class has them before."""
 
 
-def _outline_of(model: PreTrainedModel) -> tuple[list[str], str, list[str]]:
-    """Names of the base model's parts: what comes before the blocks, the list of blocks, and what comes after."""
-    config = model.config.get_text_config()
-    if config.model_type == "gpt2":  # transformers has no plan for it
-        return ["wte", _POSITIONS, "drop"], "h", ["ln_f"]
-    plan = list(config.base_model_pp_plan)
-    place = plan.index("layers")
-    return plan[:place], "layers", plan[place + 1 :]
+@dataclass(frozen=True)
+class _Outline:
+    """Where a model's blocks are, and what around them has weights or drops something."""
+
+    path: tuple[str, ...]
+    """Names that lead from the model to the list of blocks, which is the last."""
+    entry: tuple[str, ...]
+    """Beside the list: what comes before the first block."""
+    exit: tuple[str, ...]
+    """Beside the list: what comes after the last block."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_Outline":
+        path = path_to_blocks(model).split(".")
+        host = model.get_submodule(".".join(path[:-1]))
+        ends = _ENDS.get(model.config.get_text_config().model_type, frozenset())
+        entry, exit_, is_before = [], [], True
+        for name, module in host.named_children():
+            if name == path[-1]:
+                is_before = False
+            elif isinstance(module, nn.Dropout) or (_has_weights(module) and is_before and name not in ends):
+                entry.append(name)  # nothing is dropped behind the blocks, wherever a class has its dropout
+            elif _has_weights(module):
+                exit_.append(name)
+        return cls(tuple(path), tuple(entry), tuple(exit_))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 class Stage(nn.Module):
@@ -83,6 +153,8 @@ class Stage(nn.Module):
         self.is_tied = False
         self.blocks: list[nn.Module] = []
         self.model = self._part(model, num_stages)
+        self._entrance = next((module for module in self.modules() if isinstance(module, Entrance)), None)
+        self._exit = next((module for module in self.modules() if isinstance(module, Exit)), None)
 
     def forward(
         self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None, targets: torch.Tensor | None = None
@@ -93,38 +165,61 @@ class Stage(nn.Module):
         """
         name = "input_ids" if self.is_first else "inputs_embeds"
         inputs = {name: hidden, "position_ids": position_ids, "use_cache": False}
-        if self.is_last:
-            head = None if targets is None else ScoringHead.of(self.model)
-            with nullcontext() if head is None or targets is None else head.scoring(targets):
-                result: torch.Tensor = self.model(**inputs).logits
-            return result
-        output: torch.Tensor = self.model.base_model(**inputs).last_hidden_state
+        if self._entrance is not None:
+            self._entrance.hidden = hidden
+        try:
+            return self._scored(inputs, targets) if self._exit is None else self._sent_on(inputs, self._exit)
+        finally:
+            for boundary in (self._entrance, self._exit):
+                if boundary is not None:
+                    boundary.hidden = None
+
+    def _scored(self, inputs: dict[str, Any], targets: torch.Tensor | None) -> torch.Tensor:
+        head = None if targets is None else ScoringHead.of(self.model)
+        with nullcontext() if head is None or targets is None else head.scoring(targets):
+            result: torch.Tensor = self.model(**inputs).logits
+        return result
+
+    def _sent_on(self, inputs: dict[str, Any], end: Exit) -> torch.Tensor:
+        self.model.base_model(**inputs)
+        assert end.hidden is not None
         # What is sent on is detached in place once it is used up, which torch does not allow for a view.
-        return output.clone() if output._is_view() else output
+        return end.hidden.clone() if end.hidden._is_view() else end.hidden
 
     def _part(self, model: PreTrainedModel, num_stages: int) -> PreTrainedModel:
-        entry, blocks, exit_ = _outline_of(model)
-        part, base = _shallow_copy(model), _shallow_copy(model.base_model)
-        layers = _shallow_copy(getattr(base, blocks))
-        setattr(part, model.base_model_prefix, base)
-        setattr(base, blocks, layers)
-        begin, end = (number * len(layers) // num_stages for number in (self.index, self.index + 1))
-        for number in range(len(layers)):
-            if not begin <= number < end:
-                layers[number] = Absent()
-        self.blocks = list(layers[begin:end])
+        outline = _Outline.of(model)
+        part: PreTrainedModel = _shallow_copy(model)
+        host: Any = part
+        for name in outline.path[:-1]:
+            child = _shallow_copy(getattr(host, name))
+            setattr(host, name, child)
+            host = child
+        layers = _shallow_copy(getattr(host, outline.path[-1]))
+        setattr(host, outline.path[-1], layers)
+        self._keep_own(layers, num_stages, model.config.get_text_config().model_type)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.is_tied = head.weight is embedding.weight
         if not self.is_last:
-            for name in exit_:
-                setattr(base, name, Absent())
-            part.set_output_embeddings(Absent())
+            heads = [name for name, module in part.named_children() if name != outline.path[0] and _has_weights(module)]
+            for owner, name in [*((host, name) for name in outline.exit), *((part, name) for name in heads)]:
+                setattr(owner, name, Absent())
         if not self.is_first:
-            for name in entry:
-                setattr(base, name, NoPositions() if name == _POSITIONS else Absent())
+            for name in outline.entry:
+                module = getattr(host, name)
+                is_positions = isinstance(module, nn.Embedding) and module is not embedding
+                setattr(host, name, NoPositions() if is_positions else Absent())
         if self.is_last and not self.is_first and self.is_tied:
             self._own_tied_weight(part, embedding, head)
         return part
+
+    def _keep_own(self, layers: nn.ModuleList, num_stages: int, model_type: str) -> None:
+        """Of all blocks, in place: others leave a place each, by which a model's code chooses masks and positions."""
+        begin, end = (number * len(layers) // num_stages for number in (self.index, self.index + 1))
+        self.blocks = list(layers[begin:end])
+        for number in range(len(layers)):
+            if not begin <= number < end:
+                kind = {begin - 1: Entrance, end: Exit}.get(number, AbsentBlock)
+                layers[number] = kind(in_tuple=model_type in BLOCKS_IN_TUPLES)
 
     @staticmethod
     def _own_tied_weight(part: PreTrainedModel, embedding: nn.Module, head: nn.Module) -> None:

@@ -1,0 +1,205 @@
+"""Families that no table holds, cut into stages or along the sequence: in float64, as one process computes them.
+
+Each with all that its kind has (`trainer_testing.cut_families`), over several steps with accumulation, clipping and
+unequal numbers of tokens; packed too where documents are kept apart.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer.models.build import build_model, transformer_blocks
+from trainer.strategies import check_supported
+from trainer.strategies.context_parallel import written_out
+from trainer.strategies.pipeline import BLOCKS_IN_TUPLES
+from trainer_testing.cut_families import model_of
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec
+from trainyard.spec.support import CONTEXT_FAMILIES, DOCUMENT_FAMILIES, PIPELINE_FAMILIES, TENSOR_FAMILIES
+
+TOLERANCE = 1e-7
+STEPS = 4
+SECONDS = 900
+SHORT = ("gemma2", "gptj", "granite")
+"""Two types of layers and caps; blocks that give tuples; scales on the way in and out."""
+SHORT_CONTEXT = ("gpt_oss", "olmo3")
+"""Sinks, and two types of layers."""
+ROUNDED = ("opt",)
+"""Whose keys have biases without a gradient but roundings: these weights are zero but for them, and not compared."""
+GROUP = 8
+"""Families in one launch."""
+Case = tuple[str, bool]
+"""A family, and whether its documents are packed."""
+
+
+def cases_of(families: tuple[str, ...]) -> list[Case]:
+    return [(family, packed) for family in families for packed in (False, True)[: 1 + (family in DOCUMENT_FAMILIES)]]
+
+
+def request(case: Case, parallelism: dict[str, Any], folder: Path, **changes: Any) -> RunRequest:
+    """The case's run; of one process, which leaves its weights in `folder`, where there is no layout."""
+    family, is_packed = case
+    job: dict[str, Any] = {"model": model_of(family), "precision": "fp64", "micro_batch_size": 4, "steps": STEPS}
+    job |= {"document_masks": family in DOCUMENT_FAMILIES} | changes
+    weights = str(folder / f"{family}-{is_packed}.pt")
+    if not parallelism:
+        return RunRequest("single", last_step=STEPS, job=job, is_packed=is_packed, keep_weights=weights, is_wide=True)
+    name = strategy_name(ParallelismSpec.model_validate(parallelism))
+    job["parallelism"] = parallelism
+    return RunRequest(name, last_step=STEPS, job=job, is_packed=is_packed, weights=weights, is_wide=True)
+
+
+def check(families: tuple[str, ...], layouts: list[dict[str, Any]], folder: Path, **changes: Any) -> None:
+    """Every family under every layout against one process: losses, gradient norms, validation loss and weights."""
+    cases = cases_of(families)
+    alone = run(1, [request(case, {}, folder) for case in cases], SECONDS)
+    assert all(result["loss"][-1] < result["loss"][0] for result in alone), "what doesn't learn proves nothing"
+    errors: dict[tuple[Case, str], float] = {}
+    for world_size in {ParallelismSpec.model_validate(layout).world_size for layout in layouts}:
+        own = [one for one in layouts if ParallelismSpec.model_validate(one).world_size == world_size]
+        asked = [(case, layout) for layout in own for case in cases]
+        results = run(world_size, [request(*each, folder, **changes) for each in asked], SECONDS)
+        for (case, layout), result in zip(asked, results, strict=True):
+            numbers = worst_relative_error(result, alone[cases.index(case)])
+            weights = 0.0 if case[0] in ROUNDED else result["weights_error"]
+            errors[case, str(layout)] = max(numbers, weights)
+    print(", ".join(f"{case} {layout} {error:.0e}" for (case, layout), error in errors.items()))
+    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+def groups(families: frozenset[str]) -> list[tuple[str, ...]]:
+    ordered = sorted(families)
+    return [tuple(ordered[first : first + GROUP]) for first in range(0, len(ordered), GROUP)]
+
+
+@pytest.mark.slow
+def test_stages_of_further_families_are_one_process(tmp_path: Path) -> None:
+    check(SHORT, [{"pipeline": 2}], tmp_path)
+
+
+@pytest.mark.slow
+def test_further_families_whose_sequences_are_cut_are_one_process(tmp_path: Path) -> None:
+    check(SHORT_CONTEXT, [{"context": 2}], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("families", groups(PIPELINE_FAMILIES - TENSOR_FAMILIES), ids=lambda families: families[0])
+def test_every_further_family_is_one_process(families: tuple[str, ...], tmp_path: Path) -> None:
+    check(families, [{"pipeline": 2}], tmp_path)
+    if cut := tuple(family for family in families if family in CONTEXT_FAMILIES):
+        check(cut, [{"context": 2}], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_other_schedules_and_recomputation_are_one_process(tmp_path: Path) -> None:
+    families = ("gemma2", "glm4_moe", "gptj", "granite", "olmo3")
+    schedules = [{"pipeline": 2, "pipeline_schedule": one} for one in ("gpipe", "interleaved_1f1b", "zero_bubble")]
+    check(families, schedules, tmp_path)
+    check(families, [{"pipeline": 2}], tmp_path, activation_checkpointing="full")
+    check(SHORT_CONTEXT, [{"context": 2}], tmp_path, activation_checkpointing="full")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_products_are_one_process(tmp_path: Path) -> None:
+    check(("cohere2", "gemma2", "granite"), [{"pipeline": 2, "tensor": 2, "data_shard": 2}], tmp_path)
+    both = [{"pipeline": 2, "context": 2}, {"pipeline": 2, "data_shard": 2}]
+    check(("glm4_moe", "gpt_oss", "olmo3"), both, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_saved_by_stages_goes_on_without(tmp_path: Path) -> None:
+    case, saved = ("gemma2", True), str(tmp_path / "checkpoint")
+    (alone,) = run(1, [request(case, {}, tmp_path)], SECONDS)
+    stages = replace(request(case, {"pipeline": 2}, tmp_path), save=saved, save_after_step=2)
+    later = [{"data_shard": 2}, {"tensor": 2}, {"pipeline": 2}]
+    resumed = [replace(request(case, layout, tmp_path), first_step=3, load=saved) for layout in later]
+    for result in run(2, [stages, *resumed], SECONDS):
+        assert max(worst_relative_error(result, alone), result["weights_error"]) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_adapters_in_stages_are_one_process(tmp_path: Path) -> None:
+    adapters = {"gemma2": ["q_proj", "v_proj"], "phi3": ["qkv_proj"]}
+    jobs = []
+    for family, targets in adapters.items():
+        built = build_model(tiny_job("single", 1, model=model_of(family)), vocab_size=VOCAB_SIZE)
+        built.save_pretrained(tmp_path / family)
+        adapter = {"kind": "lora", "rank": 4, "targets": targets}
+        jobs.append({"source": str(tmp_path / family), "adapter": adapter, "precision": "fp64"})
+    alone = run(1, [RunRequest("single", last_step=STEPS, job=job, is_wide=True) for job in jobs], SECONDS)
+    staged = [job | {"parallelism": {"pipeline": 2}} for job in jobs]
+    results = run(2, [RunRequest("pipeline2", last_step=STEPS, job=job, is_wide=True) for job in staged], SECONDS)
+    errors = [worst_relative_error(*pair) for pair in zip(results, alone, strict=True)]
+    assert max(errors) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("family", sorted(BLOCKS_IN_TUPLES | {"gpt2", "llama", "opt"}))
+def test_blocks_give_what_their_stand_ins_give(family: str) -> None:
+    """Fails where transformers' blocks of a type come to give something else: then BLOCKS_IN_TUPLES is wrong."""
+    job = tiny_job("single", 1, model=model_of(family), document_masks=False)
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    given: list[bool] = []
+    for block in transformer_blocks(model):
+        block.register_forward_hook(lambda _, __, output: given.append(isinstance(output, tuple)))
+    model(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
+    assert given and set(given) == {family in BLOCKS_IN_TUPLES}
+
+
+class _Heads(nn.Module):
+    """As transformers' functions ask about it."""
+
+    num_key_value_groups = 1
+    head_dim = 4
+
+    def __init__(self, sinks: torch.Tensor) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(sinks)
+
+
+@pytest.mark.parametrize("cap", [None, 0.3])
+def test_written_out_attention_is_that_of_transformers(cap: float | None) -> None:
+    """With a cap Gemma 2's, without one gpt-oss's with sinks; results and gradients, of a window of three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn((2, 3, 6, 4), generator=generator, requires_grad=True) for _ in range(3))
+    heads = _Heads(torch.randn(3, generator=generator))
+    ages = torch.arange(6).unsqueeze(1) - torch.arange(6)
+    allowed = ((ages >= 0) & (ages < 3))[None, None]
+    bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    inputs = [query, key, value]
+    if cap is None:
+        theirs, _ = gpt_oss_attention(heads, query, key, value, bias, scaling=0.5)
+        inputs.append(heads.sinks)
+    else:
+        theirs, _ = gemma2_attention(heads, query, key, value, bias, scaling=0.5, softcap=cap)
+    sinks = heads.sinks if cap is None else None
+    ours = written_out(query, key, value, allowed, 0.0, 0.5, cap=cap, sinks=sinks).transpose(1, 2)
+    torch.testing.assert_close(ours, theirs)
+    weights = torch.randn(ours.shape, generator=generator)
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs, weights), torch.autograd.grad(theirs, inputs, weights))
+
+
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [
+        ("bloom", "context"),
+        ("falcon", "context"),
+        ("gptj", "context"),
+        ("mamba", "pipeline"),
+        ("mamba", "context"),
+    ],
+)
+def test_what_is_not_let_in_is_refused(family: str, degree: str) -> None:
+    job = tiny_job("refused", 2, model=model_of(family), parallelism={degree: 2}, document_masks=False)
+    with pytest.raises(InputError, match=rf"^parallelism\.{degree}: 2.*{family}"):
+        check_supported(job, device_type="cpu")
