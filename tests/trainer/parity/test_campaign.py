@@ -112,10 +112,10 @@ def test_what_is_not_compared_is_what_is_rounded_or_noisy(drawn: list[Drawn]) ->
     assert Counter(one.is_exact for one in drawn)[True] > 60
 
 
-def test_families_that_no_table_names_have_every_layout_of_data() -> None:
+def test_families_that_no_table_names_have_every_layout_too() -> None:
     found = [draw_other(seed) for seed in range(1, 31)]
     kinds = {re.split(r"\d", layout.strategy)[0] for one in found for layout in (one.first, one.second)}
-    assert {"single", "ddp", "fsdp", "hsdp", "zero"} == kinds
+    assert {"single", "ddp", "fsdp", "hsdp", "zero", "tensor", "pipeline", "context", "expert"} == kinds
     assert len({one.family for one in found}) > 15 and not {one.family for one in found} & set(FAMILIES)
     assert 0 < sum(is_of_others(seed) for seed in SEEDS) < len(SEEDS) / 4
 
@@ -128,7 +128,7 @@ def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
     assert not any("\n" in reason for reason in refused)
 
 
-@pytest.mark.parametrize("seed", [60, pytest.param(68, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [60, pytest.param(63, marks=pytest.mark.slow)])
 def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_path: Path) -> None:
     told = play(draw(seed), tmp_path)
     assert told.problems == []
