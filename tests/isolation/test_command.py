@@ -102,7 +102,7 @@ def test_a_hole_ends_with_1_and_names_it(
 BAD: dict[str, tuple[list[str], str]] = {
     "no such file": (["isolation", "nowhere.yaml"], "nowhere.yaml"),
     "no such name": (["isolation", "nowhere"], "no such environment"),
-    "no such folder": (["isolation", str(LOCAL), "--html", "/nowhere/at/all.html"], "is no directory"),
+    "no such folder": (["isolation", str(LOCAL), "--html", "/nowhere/at/all.html"], "there is no folder"),
 }
 
 

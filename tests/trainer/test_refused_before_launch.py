@@ -91,9 +91,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         job_of(LLAMA | {"model_type": "gemma3_text", "use_bidirectional_attention": True}, FSDP),
         "would learn to copy: set use_bidirectional_attention: false in its configuration",
     ),
-    "a pipeline of gemma2": (job_of(LLAMA | {"model_type": "gemma2"}, {"pipeline": 2, "data_shard": 4}), "gemma2"),
-    "phi3's sequences": (job_of(LLAMA | {"model_type": "phi3"}, {"context": 2, "data_shard": 4}), "context: 2"),
-    "phi3's matrices": (job_of(LLAMA | {"model_type": "phi3"}, {"tensor": 2, "data_shard": 4}), "tensor: 2"),
+    "a pipeline of gemma4": (job_of(LLAMA | {"model_type": "gemma4_text"}, {"pipeline": 2, "data_shard": 4}), "gemma4"),
+    "gemma2's sequences": (job_of(LLAMA | {"model_type": "gemma2"}, {"context": 2, "data_shard": 4}), "context: 2"),
+    "persimmon's matrices": (job_of(LLAMA | {"model_type": "persimmon"}, {"tensor": 2, "data_shard": 4}), "tensor: 2"),
     "zero_bubble recomputed": (
         job_of(LLAMA, ZERO_BUBBLE, training={"activation_checkpointing": "full"}),
         "zero_bubble computes two",
