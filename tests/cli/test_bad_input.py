@@ -194,13 +194,20 @@ def test_a_page_that_a_full_disk_cuts_short_is_no_page(tmp_path: Path, monkeypat
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("old.html", b"an earlier one")]
 
 
-def test_a_page_keeps_the_rights_and_the_link_of_the_one_before_it(tmp_path: Path) -> None:
+def test_a_page_keeps_the_rights_and_the_link_of_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, link = tmp_path / "kept.html", tmp_path / "link.html"
     kept.write_text("an earlier one")
     kept.chmod(0o640)
     link.symlink_to(kept)
     write_page("--html", link, "a page")
     assert (link.is_symlink(), kept.read_text(), kept.stat().st_mode & 0o777) == (True, "a page", 0o640)
+    with monkeypatch.context() as folder:
+        folder.setattr(os, "access", lambda *_: False)  # for root every folder is one that it may write to
+        before = kept.stat().st_ino
+        write_page("--html", kept, "another page")
+        assert (kept.read_text(), kept.stat().st_ino) == ("another page", before)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     write_page("--html", tmp_path / "pipe", "a page")
@@ -216,7 +223,7 @@ def test_a_page_goes_into_what_is_open_already_and_links_that_go_round_are_one_l
     os.close(writer)
     with (tmp_path / "open").open("w+") as file:
         write_page("--html", Path(f"/dev/fd/{file.fileno()}"), "a page")
-        assert os.path.sameopenfile(file.fileno(), os.open(tmp_path / "open", os.O_RDONLY))
+        assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / "open").stat()), "no other file in its place"
     (tmp_path / "round").symlink_to(tmp_path / "round")
     with pytest.raises(InputError, match=r"--html .*round: can't be written"):
         write_page("--html", tmp_path / "round", "a page")

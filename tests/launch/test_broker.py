@@ -303,6 +303,19 @@ def test_each_attempt_reads_the_spec_that_it_was_handed_over_with(
     assert spec_place(sagemaker.created[3]) == f"s3://acme-data/jobs/{JOB_ID}/spec/"
     assert kept_last(s3, sagemaker.created[3]) == 7
 
+    # One that is refused at the door leaves the record as it was.
+    def refuse(*_: object) -> None:
+        raise AwsRefusedError("the queue is full")
+
+    before = store.read(JOB_ID).record
+    sagemaker.add(f"{JOB_ID}-r4", 2, billed=60)
+    update(store, JOB_ID, lambda now: reviser(("checkpoint.keep_last=9",), None)(now).with_next_attempt())
+    with monkeypatch.context() as door, pytest.raises(AwsRefusedError):
+        door.setattr(sagemaker_backend, "ask_broker", refuse)
+        hand_over()
+    after = store.read(JOB_ID).record
+    assert (after.attempt.number, after.spec_name, after.attempt.handed_over_at) == (5, before.spec_name, None)
+
 
 def spec_place(request: dict[str, Any]) -> str:
     (channel,) = [one for one in request["InputDataConfig"] if one["ChannelName"] == "job"]

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from trainer.export import Export, export
 from trainer.models.adapters import add_adapter
-from trainer.models.build import build_model
+from trainer.models.build import build_model, outline_model, transformer_blocks
 from trainer.models.facts import num_experts_of
-from trainer.models.quantized import BIASES
+from trainer.models.packed_experts import BIASES
+from trainer.models.quantized import quantize_blocks
 from trainer.strategies import check_supported
 from trainer.strategies.expert_parallel import expert_modules
 from trainer_testing.families import OWN_SIZES, TINY
@@ -139,6 +140,18 @@ def test_experts_are_known_by_what_they_are(family: str) -> None:
     assert num_experts_of(config) == NUM_EXPERTS
     has_biases = any(weight.ndim == BIASES for module in found for weight in module.parameters())
     assert has_biases == (family == "gpt_oss")
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_experts_in_four_bits_are_known_all_the_same(family: str) -> None:
+    """Passed over, they would be on every rank, and no number would show it."""
+    job = tiny_job("single", 1, model=mixture(family), document_masks=False)
+    outline = outline_model(job, vocab_size=VOCAB_SIZE).requires_grad_(False)
+    plain = expert_modules(outline)
+    quantize_blocks(outline, transformer_blocks(outline))
+    stored = expert_modules(outline)
+    assert stored == plain and plain
+    assert all("codes" in " ".join(dict(module.named_parameters())) for module in stored)
 
 
 def told(module: nn.Module) -> bool:

@@ -59,6 +59,9 @@ def write_page(option: str, path: Path, text: str) -> None:
             return
         target = path.resolve()
         draft = target.with_name(f".{target.name[:200]}.{os.getpid()}")
+        if target.exists() and not os.access(target.parent, os.W_OK):
+            target.write_text(text, encoding="utf-8")  # where nothing can be made beside it
+            return
         draft.write_text(text, encoding="utf-8")
         if target.exists():
             shutil.copymode(target, draft)

@@ -329,18 +329,19 @@ class FolderRecordStore:
 
     def create(self, record: JobRecord) -> StoredRecord:
         """Write a new record; InputError where the job id is taken."""
-        directory, stored = self.directory(record.job_id), None
+        directory = self.directory(record.job_id)
+        was_there = directory.exists()
         try:
             with self._locked(record.job_id) as path:
                 if path.exists():
                     raise InputError(f"job {record.job_id}: exists already; launch again")
-                stored = _write_atomically(path, record)
+                return _write_atomically(path, record)
         except OSError:  # a full disk: no job, and so no folder of one
-            with suppress(OSError):
-                (directory / ".record.lock").unlink(missing_ok=True)
-                directory.rmdir()
+            if not was_there:
+                with suppress(OSError):
+                    (directory / ".record.lock").unlink(missing_ok=True)
+                    directory.rmdir()
             raise
-        return stored
 
     def replace(self, stored: StoredRecord, record: JobRecord) -> StoredRecord:
         """Write `record`; RecordConflictError where somebody else wrote since."""

@@ -223,6 +223,11 @@ def causal_if(model_type: str | None, stated: Callable[[str], Any]) -> str | Non
     return None if stated(name) == value else f"set {name}: {written} in its configuration, or use another model"
 
 
+def _listed(families: frozenset[str]) -> str:
+    """Where a refused person finds them: dozens of names are no line that anybody reads."""
+    return f"one of the {len(families)} model types that docs/support.md lists for it"
+
+
 def pipeline_obstacle(
     model_type: str, num_layers: int | None, layout: ParallelismSpec, *, num_micro_batches: int, recompute: str
 ) -> str | None:
@@ -231,7 +236,7 @@ def pipeline_obstacle(
     if model_type not in PIPELINE_FAMILIES:
         return (
             f"{asked}: {model_type} is not cut into stages by this trainer;"
-            f" set it to 1 and use data_shard, or take one of {', '.join(sorted(PIPELINE_FAMILIES))}"
+            f" set it to 1 and use data_shard, or take {_listed(PIPELINE_FAMILIES)}"
         )
     num_stages = layout.pipeline * (2 if schedule in TWO_STAGES else 1)
     if num_layers is not None and num_layers < num_stages:
@@ -265,7 +270,7 @@ def context_obstacle(model_type: str, degree: int, *, sequence_length: int, atte
     if model_type not in CONTEXT_FAMILIES:
         return (
             f"parallelism.context: {degree} is not verified for model_type {model_type}: set it to 1, or use"
-            f" one of {', '.join(sorted(CONTEXT_FAMILIES))}"
+            f" {_listed(CONTEXT_FAMILIES)}"
         )
     if attention not in ("auto", "sdpa"):
         return (
@@ -298,7 +303,7 @@ def expert_obstacle(model_type: str, num_experts: int, layout: ParallelismSpec) 
     if model_type not in EXPERT_FAMILIES:
         return (
             f"{asked} needs a mixture of experts that is verified for it, model_type"
-            f" {model_type} is not: set it to 1, or use one of {', '.join(sorted(EXPERT_FAMILIES))}"
+            f" {model_type} is not: set it to 1, or use {_listed(EXPERT_FAMILIES)}"
         )
     if num_experts % degree:
         both = f" x tensor {layout.tensor}" if layout.expert > 1 and layout.tensor > 1 else ""
@@ -312,7 +317,7 @@ def tensor_obstacle(model: ModelFacts, degree: int, *, is_quantized: bool) -> st
     if model.model_type is not None and model.model_type not in known:
         return (
             f"parallelism.tensor: {degree} is not verified for model_type {model.model_type}: set it to 1 and use"
-            f" data_shard, or use one of {', '.join(sorted(known))}"
+            f" data_shard, or use {_listed(known)}"
         )
     if model.router_noise:
         return (

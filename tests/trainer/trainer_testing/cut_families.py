@@ -28,7 +28,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
     "gemma2": _TWO_TYPES | _CAPPED,
     "gemma3_text": _TWO_TYPES | _CAPPED,
-    "gemma4_unified_text": _TWO_TYPES | {"final_logit_softcapping": 2.0},
     "glm4_moe": {"use_qk_norm": True, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], NUM_LAYERS // 2]], "window_size": _WINDOW},
     "gpt_oss": _TWO_TYPES,
@@ -45,9 +44,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "olmo3": _TWO_TYPES,
     "olmoe": {"clip_qkv": 1.0},
     "opt": {"word_embed_proj_dim": 16},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2, "shared_expert_intermediate_size": 24},
-    "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
     "smollm3": _TWO_TYPES | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 1]},
     "stablelm": {"qk_layernorm": True},
     "vaultgemma": _TWO_TYPES | _CAPPED,
@@ -56,17 +53,16 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def model_of(family: str) -> dict[str, Any]:
-    """Its `model.config`: what means something to the family."""
-    tabled = [model for model in FAMILIES.values() if model["model_type"] == family]
-    sizes = tabled[0] if tabled else UNTABLED.get(family) or TINY | OWN_SIZES.get(family, {})
-    sizes = {name: size for name, size in sizes.items() if name != "tie_word_embeddings"}
-    layers = dict.fromkeys(_NAMES_OF_LAYERS, NUM_LAYERS)
-    wanted = {"vocab_size": TINY["vocab_size"], "sliding_window": _WINDOW} | sizes | layers | _WITHOUT_NOISE
-    wanted |= (
-        {"model_type": family} | ({} if family in UNTABLED else {"sliding_window": _WINDOW}) | _OWN.get(family, {})
-    )
+    """Its `model.config`: of all these what means something to the family."""
+    sizes = UNTABLED.get(family) or _of_tables(family) or TINY | OWN_SIZES.get(family, {})
+    common = {"vocab_size": TINY["vocab_size"], "sliding_window": _WINDOW} | _WITHOUT_NOISE
+    wanted = sizes | dict.fromkeys(_NAMES_OF_LAYERS, NUM_LAYERS) | common | _OWN.get(family, {})
     kind = CONFIG_MAPPING[family]
-    known = kind.__dataclass_fields__.keys() | kind.attribute_map.keys()
-    return {
-        name: value for name, value in wanted.items() if value is not None and (name in known or name == "model_type")
+    known = (kind.__dataclass_fields__.keys() | kind.attribute_map.keys()) - {"tie_word_embeddings"}  # its default
+    return {name: value for name, value in wanted.items() if value is not None and name in known} | {
+        "model_type": family
     }
+
+
+def _of_tables(family: str) -> dict[str, Any] | None:
+    return next((model for model in FAMILIES.values() if model["model_type"] == family), None)

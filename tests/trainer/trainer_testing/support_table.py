@@ -25,6 +25,7 @@ from trainyard.spec.support import (
     EXPERT_TENSOR_FAMILIES,
     OTHER_TENSOR_FAMILIES,
     PIPELINE_FAMILIES,
+    ROUTER_FAMILIES,
     TENSOR_FAMILIES,
 )
 
@@ -198,6 +199,9 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         "",
         "Of these `tensor` takes, alone or beside `expert`, and the planner proposes none:",
         f"{', '.join(sorted(EXPERT_TENSOR_FAMILIES))}.",
+        "",
+        "The routers' auxiliary loss is transformers' own (`pytest tests/trainer/test_loss_router.py`) of:",
+        f"{', '.join(sorted(ROUTER_FAMILIES))}.",
         "",
         "`pipeline` also takes, each held against one process in float64 at 2 ranks (`pytest -m full",
         f"tests/trainer/test_cut_families.py`): {', '.join(sorted(PIPELINE_FAMILIES - TENSOR_FAMILIES))}.",

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models.deferred_weights import WeightSource, source_of
+from trainer.models.packed_experts import num_packed, packed_matrices
 from trainer.models.routers import is_router
 from trainer.models.sharded_source import Index
 from trainer.optimizers.build import local_tensor
@@ -166,10 +167,6 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantize(codes, scales, ranges, gradient.dtype), None, None, None
 
 
-MATRICES, BIASES = 3, 2
-"""Dimensions of a layer's packed experts: (experts, out, in) or (experts, in, out), and (experts, out)."""
-
-
 class QuantizedExperts:
     """Stands in for the forward of a module of packed experts (experts, out, in), all of them stored in 4 bits but for
     biases (experts, out), which stay as they are.
@@ -180,7 +177,7 @@ class QuantizedExperts:
     def __init__(self, module: nn.Module) -> None:
         """`module`'s weights become `<name>_codes`, `_scales` and `_ranges`, each again one slice an expert."""
         self._module = module
-        self._names = list(_packed_matrices(module))
+        self._names = list(packed_matrices(module))
         self._biases = [name for name, _ in module.named_parameters(recurse=False) if name not in self._names]
         self._forward = module.forward
         for name in self._names:
@@ -279,7 +276,7 @@ def quantize_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                     original = _Original(f"{names[child]}.weight", number, layer.in_features, layer.is_transposed)
                     originals[f"{names[child]}.{part}"] = original
         if _holds_experts(names[parent], parent):
-            weights = _packed_matrices(parent)
+            weights = packed_matrices(parent)
             QuantizedExperts(parent)
             for name, weight in weights.items():
                 whole_name = f"{names[parent]}.{name}"
@@ -301,18 +298,11 @@ def _multiplies(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     return is_plain or isinstance(module, Conv1D) or type(module).__name__ in _SAME_PRODUCT
 
 
-def _packed_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """By name a module's own weights of three dimensions."""
-    return {name: weight for name, weight in module.named_parameters(recurse=False) if weight.ndim == MATRICES}
-
-
 def _holds_experts(name: str, module: nn.Module) -> bool:
-    """Whether all of a module's weights are packed: of three dimensions, of which the first counts experts, but for
-    biases (gpt-oss). A convolution's are of three as well."""
+    """Whether a module's weights are packed experts, told by their number, or by its name where all are matrices (as
+    others count them)."""
     weights = list(module.parameters(recurse=False))
-    number = getattr(module, "num_experts", None)
-    matrices = _packed_matrices(module).values()
-    are_biases = all(weight.ndim == MATRICES or (weight.ndim, weight.size(0)) == (BIASES, number) for weight in weights)
-    if not (matrices and are_biases and all(weight.is_floating_point() for weight in weights)):
+    if not all(weight.is_floating_point() for weight in weights):
         return False
-    return name.endswith("experts") or all(weight.size(0) == number for weight in matrices)
+    are_matrices = bool(weights) and len(packed_matrices(module)) == len(weights)
+    return num_packed(module) is not None or (are_matrices and name.endswith("experts"))

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from trainer.models.quantized import BIASES, MATRICES
+from trainer.models.packed_experts import num_packed
 from trainer.strategies.fsdp import inner_placement, shard
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
@@ -86,14 +86,10 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _num_experts(module: nn.Module) -> int | None:
-    number = getattr(module, "num_experts", None)
-    own = list(module.parameters(recurse=False))
-    # A router has a row an expert, and no matrix; JetMoE's and Llama 4's experts are given rows, and no choice.
-    is_packed = any(weight.ndim == MATRICES for weight in own) and all(
-        weight.ndim in (BIASES, MATRICES) and weight.size(0) == number for weight in own
-    )
-    # Its class's, since 4-bit storage stands in for the module's own and takes anything.
-    return number if is_packed and len(signature(type(module).forward).parameters) == _NUM_ARGUMENTS else None
+    # By its class's signature, since 4-bit storage stands in for the module's own and takes anything. JetMoE's and
+    # Llama 4's experts are given rows, and no choice.
+    takes_choice = len(signature(type(module).forward).parameters) == _NUM_ARGUMENTS
+    return num_packed(module) if takes_choice else None
 
 
 def _split(module: nn.Module, mesh: DeviceMesh) -> None:

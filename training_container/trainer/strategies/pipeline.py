@@ -1,8 +1,10 @@
 """Pipeline parallelism on unmodified Hugging Face models: how a model is cut into stages, and how stages take turns.
 
 A stage is the whole model with everything that is not its own replaced by a module that hands its input on. So the
-model's own forward pass runs on every stage (masks, positions, caches and all), names don't change, and a checkpoint
-of one layout is a checkpoint of every other. The schedules are torch.distributed.pipelining's.
+model's own forward pass runs on every stage (masks, positions, types of layers and all), names don't change, and a
+checkpoint of one layout is a checkpoint of every other. What came from the stage before enters in front of the stage's
+first block, and what goes on is taken behind its last: whatever a model's code does around its blocks (Granite scales,
+OPT adds positions) is done once, at the ends. The schedules are torch.distributed.pipelining's.
 """
 
 import copy
@@ -124,6 +126,7 @@ class _Outline:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "_Outline":
+        """Of a model that is whole, by the order in which its class has its modules."""
         path = path_to_blocks(model).split(".")
         host = model.get_submodule(".".join(path[:-1]))
         ends = _ENDS.get(model.config.get_text_config().model_type, frozenset())
