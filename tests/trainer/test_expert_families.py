@@ -231,6 +231,9 @@ def linear_layers(model: nn.Module) -> set[str]:
 def outside_of_blocks(model: nn.Module) -> list[str]:
     """What an adapter can go to in each of these families."""
     named = linear_layers(model)
+    config: Any = model.config
+    if config.model_type == "nemotron_h":
+        named -= {"out_proj"}  # peft (0.21) takes no model of states by it
     return [name for name in _OUTSIDE if name in named] or sorted(named - {"lm_head", *_IN_BLOCKS})[:1]
 
 
