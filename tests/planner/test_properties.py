@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import math
+from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,14 +12,15 @@ from trainyard.hardware import Price, gpu
 from trainyard.planner.communication import EFA, Fabric, all_reduce_seconds, group
 from trainyard.planner.constants import DEFAULT_MEMORY
 from trainyard.planner.goodput import Saved, goodput
-from trainyard.planner.layout import Engine, Layout
+from trainyard.planner.layout import Engine, Layout, Schedule
 from trainyard.planner.memory import Memory, memory
 from trainyard.planner.money import cost_usd
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import micro_batches_in_flight
+from trainyard.planner.stages import micro_batches_in_flight, part_of, stage_at, stage_params
 from trainyard.planner.timing import step_time
 
 degrees = st.sampled_from([1, 2, 4, 8])
+SCHEDULES = st.sampled_from(get_args(Schedule))
 
 
 @st.composite
@@ -177,6 +179,23 @@ def test_micro_batches_in_flight_by_schedule() -> None:
     interleaved = dataclasses.replace(one_forward_one_backward, chunks=2)
     # Narayanan et al. 2021: p (1 + (p-1)/(p v)) on the first rank.
     assert micro_batches_in_flight(interleaved, 0) == 4 * (1 + 3 / (4 * 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), st.integers(0, 4), st.sampled_from([2, 4]), SCHEDULES)
+def test_a_pipelines_ranks_have_a_models_parameters_between_them(
+    shape: ModelShape, dense_layers: int, ranks: int, schedule: Schedule
+) -> None:
+    """Whatever layers have no experts: the first stages' are fewer parameters, and the others' are more."""
+    shape = dataclasses.replace(shape, tied_embeddings=False, dense_layers=dense_layers if shape.experts else 0)
+    layout = Layout(library="trainyard", engine="torch", pipeline=ranks, schedule=schedule, num_micro_batches=8)
+    stages = [stage_at(shape, layout, place) for place in range(ranks)]
+    found = [stage_params(part_of(shape, layout, stage), layout, stage) for stage in stages]
+    assert sum(stage.dense_layers for stage in stages) == shape.dense_layers
+    final_norm = shape.final_norm * shape.norm_params  # which no stage is reckoned to have
+    assert math.isclose(sum(each.total for each in found), shape.params - final_norm, rel_tol=1e-6)
+    routed = [stage.layers - stage.dense_layers for stage in stages] if shape.experts else [0] * ranks
+    assert [each.expert for each in found] == [count * shape.expert_params for count in routed]
 
 
 @settings(max_examples=60, deadline=None)

@@ -106,7 +106,7 @@ def test_documents_one_after_the_other_are_attended_to_as_under_a_mask(rank: int
         torch.randn((2, 3, length, 4), generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
     )
     attention = ContextAttention.__new__(ContextAttention)  # without a process group
-    attention._writes_out = False
+    attention._has_sinks = False
     attention._layout, attention._num_tokens, attention._documents = layout, length, owners
     told = attention.mask(mask_function=causal_mask_function, device=torch.device("cpu"))
     assert told is not None and told.numel() < 4 * 2 * 6, "no mask of own x all tokens"
@@ -138,7 +138,7 @@ def test_documents_of_many_sequences_take_no_more_work_a_sequence() -> None:
     def elements_a_row(num_rows: int) -> float:
         length, layout = 32, SequenceLayout(rank=0, size=2)
         attention = ContextAttention.__new__(ContextAttention)  # without a process group
-        attention._writes_out = False
+        attention._has_sinks = False
         attention._layout, attention._num_tokens = layout, length
         attention._documents = torch.tensor([[0] * 5 + [1] * 12 + [2] * 15] * num_rows)
         told = attention.mask(mask_function=causal_mask_function, device=torch.device("cpu"))

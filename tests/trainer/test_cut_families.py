@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from trainer.models.build import build_model, transformer_blocks
 from trainer.strategies import check_supported
-from trainer.strategies.context_parallel import written_out
+from trainer.strategies.context_parallel import with_sinks
 from trainer.strategies.pipeline import BLOCKS_IN_TUPLES
 from trainer_testing.cut_families import model_of
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from trainyard.errors import InputError
@@ -168,23 +167,17 @@ class _Heads(nn.Module):
         self.sinks = nn.Parameter(sinks)
 
 
-@pytest.mark.parametrize("cap", [None, 0.3])
-def test_written_out_attention_is_that_of_transformers(cap: float | None) -> None:
-    """With a cap Gemma 2's, without one gpt-oss's with sinks; results and gradients, of a window of three tokens."""
+def test_attention_with_sinks_is_that_of_transformers() -> None:
+    """Results and gradients, of a window of three tokens."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn((2, 3, 6, 4), generator=generator, requires_grad=True) for _ in range(3))
     heads = _Heads(torch.randn(3, generator=generator))
     ages = torch.arange(6).unsqueeze(1) - torch.arange(6)
     allowed = ((ages >= 0) & (ages < 3))[None, None]
     bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    inputs = [query, key, value]
-    if cap is None:
-        theirs, _ = gpt_oss_attention(heads, query, key, value, bias, scaling=0.5)
-        inputs.append(heads.sinks)
-    else:
-        theirs, _ = gemma2_attention(heads, query, key, value, bias, scaling=0.5, softcap=cap)
-    sinks = heads.sinks if cap is None else None
-    ours = written_out(query, key, value, allowed, 0.0, 0.5, cap=cap, sinks=sinks).transpose(1, 2)
+    inputs = [query, key, value, heads.sinks]
+    theirs, _ = gpt_oss_attention(heads, query, key, value, bias, scaling=0.5)
+    ours = with_sinks(query, key, value, allowed, heads.sinks, 0.0, 0.5).transpose(1, 2)
     torch.testing.assert_close(ours, theirs)
     weights = torch.randn(ours.shape, generator=generator)
     torch.testing.assert_close(torch.autograd.grad(ours, inputs, weights), torch.autograd.grad(theirs, inputs, weights))

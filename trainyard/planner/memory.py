@@ -28,6 +28,7 @@ from trainyard.planner.stages import (
     Stage,
     StageParams,
     num_vocabulary_matrices,
+    part_of,
     stage_at,
     stage_params,
     stages,
@@ -245,6 +246,7 @@ def rank_memory(shape: ModelShape, layout: Layout, place: int, constants: Memory
 
 
 def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: MemoryConstants) -> Memory:
+    shape = part_of(shape, layout, stage)
     params = stage_params(shape, layout, stage)
     parameters, gradients, optimizer = _state(shape, layout, stage, params)
     if layout.library == "trainyard":

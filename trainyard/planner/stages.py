@@ -4,7 +4,7 @@ Micro-batches in flight per schedule: Narayanan et al. (arXiv:2104.04473, sectio
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
@@ -20,6 +20,8 @@ class Stage:
     head: bool
     in_flight: float
     """Micro-batches whose activations it holds at its peak, as full passes through its layers."""
+    dense_layers: int = 0
+    """Of a mixture, in our own trainer's pipeline: its layers without experts, which are a model's first."""
 
 
 def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
@@ -38,10 +40,10 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
 
 def _kinds(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight."""
-    found: dict[tuple[int, bool, bool], Stage] = {}
+    found: dict[tuple[int, int, bool, bool], Stage] = {}
     for place in range(layout.pipeline):
         stage = stage_at(shape, layout, place)
-        found.setdefault((stage.layers, stage.embedding, stage.head), stage)
+        found.setdefault((stage.layers, stage.dense_layers, stage.embedding, stage.head), stage)
     return tuple(found.values())
 
 
@@ -72,8 +74,20 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
     seconds = {"interleaved_1f1b": place + ranks, "zero_bubble": 2 * ranks - 1 - place}
     mine = [place, seconds[layout.schedule]] if layout.schedule in seconds and ranks > 1 else [place]
     count = ranks * len(mine)
-    layers = sum((index + 1) * shape.layers // count - index * shape.layers // count for index in mine)
-    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place))
+    bounds = [(index * shape.layers // count, (index + 1) * shape.layers // count) for index in mine]
+    layers = sum(end - begin for begin, end in bounds)
+    dense = sum(max(min(end, shape.dense_layers) - begin, 0) for begin, end in bounds)
+    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place), dense)
+
+
+def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
+    """A mixture's layers on a stage of our own trainer's pipeline, as a model of their own, so that what is reckoned by
+    a mean layer is of these: its first layers have no experts. Any other shape as it is."""
+    is_cut = layout.library == "trainyard" and layout.pipeline > 1 and stage.layers > 0
+    if not is_cut or not shape.dense_layers or shape.is_hybrid or shape.delta_layers:
+        return shape
+    windowed = round(shape.windowed_layers * stage.layers / shape.layers)
+    return replace(shape, layers=stage.layers, dense_layers=stage.dense_layers, windowed_layers=windowed)
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,10 @@ def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device)
     """One line on what a language model that was built for this job runs."""
     config = model.config.get_text_config()
     if job.parallelism.context > 1:
-        if changes_scores(config):
+        if has_sinks(config):
             return (
                 f"written out, over keys and values of {job.parallelism.context} ranks (parallelism.context;"
-                f" {config.model_type} caps attention's scores or has sinks): own x all tokens a head in memory"
+                f" {config.model_type} has sinks): own x all tokens a head in memory"
             )
         documents = _documents_over_ranks(job, config)
         return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{documents})"
@@ -196,9 +196,9 @@ def _machine_obstacle(device_type: str) -> str | None:
     return None
 
 
-def changes_scores(config: PretrainedConfig) -> bool:
-    """Whether attention caps its scores or gives a share to no token, which torch's kernels don't."""
-    return _caps_scores(config) or config.model_type in _SINKS
+def has_sinks(config: PretrainedConfig) -> bool:
+    """Whether attention gives a share to no token, which torch's kernels don't."""
+    return config.model_type in _SINKS
 
 
 def _caps_scores(config: PretrainedConfig) -> bool:
@@ -228,7 +228,7 @@ def _model_obstacle(job: ResolvedJob, config: PretrainedConfig) -> str | None:
         return f"{config.model_type} caps attention's scores, which torch's kernel for it doesn't"
     if _hides_window(job, config):
         return f"{config.model_type} tells its window to the mask alone"
-    if config.model_type in _SINKS or not _supports(config, "flash_attn"):
+    if has_sinks(config) or not _supports(config, "flash_attn"):
         return f"{config.model_type}'s attention is more than a causal mask"
     return None
 

@@ -6,8 +6,8 @@ pieces r and 2n - 1 - r: what causal attention spares the early piece it spends 
 together. Everything else in a transformer block works on tokens one by one and needs no change.
 
 Packed documents are attended to one after the other: no mask, which would be own x all tokens, no time on what it would
-hide, and a flash kernel where there is one. Rules other than causal (sliding windows) still take a mask, and scores
-that a model changes (Gemma 2's caps, gpt-oss's sinks) are written out, as in its own code.
+hide, and a flash kernel where there is one. Rules other than causal (sliding windows) still take a mask, and where a
+model has sinks (gpt-oss) its attention is written out, as in its own code.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,11 @@ from transformers.masking_utils import causal_mask_function
 
 from trainer.collective_names import all_gather_single, reduce_scatter_single
 from trainer.losses.token_loss import IGNORED_LABEL
-from trainer.models.attention import changes_scores, kernels_for
+from trainer.models.attention import has_sinks, kernels_for
 from trainer.strategies.base import Batch
 
-OTHER_ATTENTION = ("position_bias",)
-"""Arguments by which some models ask for more than a mask, a scale, dropout, a cap and sinks; none of CONTEXT_FAMILIES
-does."""
+OTHER_ATTENTION = ("softcap", "position_bias")
+"""Arguments by which models ask for more than a mask, a scale, dropout and sinks; none of CONTEXT_FAMILIES does."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
 
 def apply(model: PreTrainedModel, axis: DeviceMesh) -> None:
     """Makes `model`, called with a SequenceShard's fields on each rank of `axis` (1-d), attend over whole sequences."""
-    attention = ContextAttention(axis, writes_out=changes_scores(model.config.get_text_config()))
+    attention = ContextAttention(axis, has_sinks=has_sinks(model.config.get_text_config()))
     # One name a group: a process may hold models of several layouts, as tests do.
     name = f"context_parallel_{axis.get_group().group_name}"
     AttentionInterface.register(name, attention.forward)
@@ -107,9 +106,9 @@ class ContextAttention:
     Batch shapes: query (batch, heads, own tokens, head size), key and value likewise with their number of heads.
     """
 
-    def __init__(self, axis: DeviceMesh, *, writes_out: bool = False) -> None:
-        """`writes_out`: the model changes its scores, which no kernel does; a mask says all that they need."""
-        self._writes_out = writes_out
+    def __init__(self, axis: DeviceMesh, *, has_sinks: bool = False) -> None:
+        """`has_sinks`: of the model's attention, which no kernel has; it is written out under a mask, then."""
+        self._has_sinks = has_sinks
         self._group = axis.get_group()
         self._layout = SequenceLayout(rank=axis.get_local_rank(), size=axis.size())
         self._num_tokens = 0
@@ -158,7 +157,7 @@ class ContextAttention:
         `mask_function` is transformers' rule over positions (causal, sliding window), evaluated at this rank's.
         """
         assert not use_vmap, "a mask that is no rule over positions"
-        if mask_function is causal_mask_function and not self._writes_out:
+        if mask_function is causal_mask_function and not self._has_sinks:
             return None if self._documents is None else self._own_documents()
         keys = torch.arange(self._num_tokens, device=device)
         queries = self._layout.own_part(keys, dim=0)
@@ -178,19 +177,18 @@ class ContextAttention:
         attention_mask: torch.Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
-        softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention call: (batch, own tokens, heads, value size), and no weights."""
         assert all(kwargs.get(name) is None for name in OTHER_ATTENTION)
-        assert self._writes_out or (softcap is None and s_aux is None)
+        assert self._has_sinks == (s_aux is not None)
         num_repeats = query.size(1) // key.size(1)
         # Repeated after the exchange: grouped queries' keys and values travel once.
         key, value = (self._whole(tensor).repeat_interleave(num_repeats, dim=1) for tensor in (key, value))
-        if self._writes_out:
+        if s_aux is not None:
             assert attention_mask is not None
-            output = written_out(query, key, value, attention_mask, dropout, scaling, cap=softcap, sinks=s_aux)
+            output = with_sinks(query, key, value, attention_mask, s_aux, dropout, scaling)
         elif attention_mask is None:
             output = self._causal(query, key, value, dropout, scaling)
         elif attention_mask.dtype == torch.int64:
@@ -229,30 +227,24 @@ class ContextAttention:
         return self._layout.in_order(parts, dim=2)
 
 
-def written_out(
+def with_sinks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     allowed: torch.Tensor,
+    sinks: torch.Tensor,
     dropout: float,
     scaling: float | None,
-    *,
-    cap: float | None,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(batch, heads, own tokens, size): attention where `allowed`, of scores between -cap and cap.
+    """(batch, heads, own tokens, size): attention where `allowed` (batch or 1, 1, own tokens, all tokens).
 
-    `sinks`: (heads,), a score a head whose share goes to no token (gpt-oss; Xiao et al., arXiv:2309.17453). The cap is
-    that of Gemma 2 (arXiv:2408.00118, section 2). The softmax is in float32 at least.
+    `sinks`: (heads,), a score a head whose share goes to no token (gpt-oss; Xiao et al., arXiv:2309.17453). The softmax
+    is in the scores' own type, as in the model's code.
     """
     scores = query @ key.transpose(2, 3) * (query.size(-1) ** -0.5 if scaling is None else scaling)
-    if cap is not None:
-        scores = torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(allowed.logical_not(), float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
-    shares = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    shares = shares[..., : key.size(2)].to(value.dtype)
+    shown = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    shares = torch.cat([scores, shown], dim=-1).softmax(dim=-1)[..., : key.size(2)]
     return F.dropout(shares, dropout) @ value
 
 
