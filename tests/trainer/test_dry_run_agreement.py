@@ -11,6 +11,7 @@ import pytest
 from trainer.dry_run.trace import OF_THE_MODEL, trace
 from trainer.models import recomputation
 from trainer_testing.agreement import STATIC, dry_run_cases
+from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, tiny_job
 
 from trainyard.planner import resolve
@@ -213,6 +214,38 @@ def test_tensor_ranks_exchange_as_often_a_layer_as_the_planner_says(recompute: R
         engine="torch", micro_batch=1, num_micro_batches=1, sequence_length=64, precision="bf16", recompute=recompute
     )
     assert exchanges(5) - exchanges(2) == 3 * 2 * num_gatherings(layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stated", "a_micro_batch"),
+    [
+        # Of one micro-batch: forward and again backward, or once for both.
+        pytest.param({"data_shard": 4, "expert": 2}, "auto", 2, marks=pytest.mark.slow),
+        ({"data_shard": 4, "expert": 2}, False, 1),
+        # For the next forward pass what the last backward one gathered is there.
+        pytest.param({"data_shard": 4, "expert": 2, "pipeline": 2}, True, 1, marks=pytest.mark.slow),
+        # A stage's weights stay over a step's micro-batches, and its experts are most of them.
+        ({"data_shard": 4, "expert": 2, "pipeline": 2}, "auto", 0),
+    ],
+)
+def test_spread_experts_are_gathered_as_often_as_their_blocks(
+    layout: dict[str, Any], stated: bool | str, a_micro_batch: int
+) -> None:
+    def gathered(global_batch: int) -> int:
+        job = tiny_job(
+            "product",
+            4 * layout.get("pipeline", 1),
+            model=FAMILIES["Mixtral"],
+            parallelism=layout | {"fsdp": {"reshard_after_forward": stated}},
+            micro_batch_size=1,
+            global_batch_size=global_batch,
+        )
+        messages = trace(job, 0)["messages"]
+        # Of the four ranks that share other weights two have the same experts.
+        return sum(item["count"] for item in messages if item["ranks"] == 2 and item["name"] == "all_gather")
+
+    num_layers = FAMILIES["Mixtral"]["num_hidden_layers"] // layout.get("pipeline", 1)
+    assert gathered(24) - gathered(16) == 2 * num_layers * a_micro_batch
 
 
 @pytest.mark.parametrize("parallelism", [{"data_shard": 8}, {"data_replicate": 8}])

@@ -473,7 +473,9 @@ class TrainerLayers:
         block = self._block_bytes(shape.moe_ffn * shape.experts_per_token)
         read = 0.0 if self.is_frozen else self.rows_bytes
         if not self.is_spread:
-            return block + read + self.rows_bytes
+            # Batched ones read every token's state times its score: the state is kept as it came, in its own type.
+            came = self.rows_bytes * (self.residual_element / self.element if shape.batches_experts else 1)
+            return block + read + came
         return block + (read + self.rows_bytes) / layout.tensor + self.rows_bytes
 
     @property

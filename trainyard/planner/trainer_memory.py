@@ -136,6 +136,8 @@ class _Step:
         yield from self._in_two_passes()
         if self._layout.method != "full":
             yield from self._in_forward()
+            if self._is_sharded and self._gathers_frozen and self._layout.pipeline > 1:
+                yield from self._at_first_pass()
         for number in self._units.dearest:
             # Layers without experts are a model's first.
             if number >= self._routed_layers:
@@ -188,15 +190,16 @@ class _Step:
         held = self._kept_in_all() + self._ends() + layers.final_norm_bytes
         # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
         gathered = self._units.after_forward + (self._last_gathered() if layers.loss_is_in_head else 0.0)
+        beside = self._received() + self._kept_experts(self._routed_layers)
         is_again, cast = self._layout.recompute != "none", None
         if is_again:
             # Autocast's own copies last until the forward pass ends; experts are narrowed without it.
             head = layers.head_weight * self._stage.head
             cast = self._params - self._root - self._experts * self._routed_layers + head
             if not layers.loss_is_in_head:
-                yield Moment(held, layers.forward_logits_bytes, self._weights(gathered, cast) + self._received())
+                yield Moment(held, layers.forward_logits_bytes, self._weights(gathered, cast) + beside)
                 cast = head
-        yield Moment(held, layers.loss_bytes, self._weights(gathered, cast) + self._received())
+        yield Moment(held, layers.loss_bytes, self._weights(gathered, cast) + beside)
 
     def _from_loss(self) -> Iterator[Moment]:
         """The loss of a later micro-batch goes back: of the head's gradient, which it has made and keeps, a copy."""
@@ -210,6 +213,14 @@ class _Step:
         number = self._stage.layers - 1
         first = self._units.arriving(number) if number >= 0 else 0.0
         return Moment(self._layers.input_bytes, 0.0, self._weights(first) + self._gathered_root * self._layers.element)
+
+    def _at_first_pass(self) -> Iterator[Moment]:
+        """Adapters in a pipeline, where sums that would outweigh it are small: what FSDP gathered a unit into, the
+        ends' before any layer's, stays until the next one is put together of its own."""
+        layers, layer = self._layers, 2 * self._units.of(self._stage.layers - 1) if self._stage.layers else 0.0
+        ends = 2 * self._root * layers.element
+        yield Moment(layers.input_bytes, 0.0, ends + layer * layers.weight_element + self._received())
+        yield Moment(layers.input_bytes, 0.0, self._weights(0.0) + layer * layers.weight_element + self._received())
 
     def _in_forward(self) -> Iterator[Moment]:
         """Of adapters, whose backward pass makes next to no gradients: a unit that is put together beside what the one
@@ -340,6 +351,10 @@ class _Step:
             again = 2 * layers.rows_bytes + 3 * layers.expert_product_bytes
             run = max(layers.reading_experts_bytes, layers.read_experts_bytes + again)
             yield Moment(others + whole + above + weighing + run, 0.0, self._weights_and_gradients(number, 0.0, before))
+        last = self._experts * self._last_share
+        yield self._moment(
+            others + whole + above + self._gating(), self._weights_and_gradients(number, last, before), last, gradients
+        )
         # The product that read the chosen tokens has given its gradients: both are there, with what came to it.
         left = whole - layers.experts_bytes - layers.shared_bytes
         read = (0.0 if layers.is_frozen else layers.rows_bytes) / (self._layout.tensor if layers.is_spread else 1)
@@ -359,11 +374,26 @@ class _Step:
             yield self._moment(others + in_scores, self._weights_and_gradients(number, made, before), made, gradients)
         yield from self._in_norms(number, left, made)
 
+    def _gating(self) -> float:
+        """Beside a layer with experts whole, when their last product has given its gradients: what comes to each factor
+        of what it read and what is made on the way, in place of that and of what the experts gave."""
+        layers = self._layers
+        num_made = 3 if self._shape.gated_mlp else 2
+        rows = layers.rows_bytes / (self._layout.tensor if layers.is_spread else 1)
+        return (num_made - 1) * layers.expert_product_bytes - rows * (self._layout.method != "qlora")
+
+    @property
+    def _last_share(self) -> float:
+        """Of the experts' weights, the share of their last product."""
+        return 1 / 3 if self._shape.gated_mlp else 1 / 2
+
     def _weighing(self) -> float:
         """Beside a layer with experts whole, while their results' weighted sum is differentiated, or made again."""
         layers = self._layers
         if self._shape.batches_experts:
-            return 2 * layers.rows_bytes
+            # Made again under autocast, what they read is there before it was narrowed, too.
+            is_wide = layers.residual_element > layers.element and self._layout.recompute != "none"
+            return 2 * layers.rows_bytes + layers.rows_bytes * layers.residual_element / layers.element * is_wide
         if layers.is_spread:
             return SPREAD_WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
         found = WEIGHING * layers.weighed_bytes + layers.narrowed_bytes
@@ -411,7 +441,7 @@ class _Step:
             yield Moment(others + there + above, 0.0, gathered + before + head, gradients)
         if is_trained:
             # Taken apart one by one, of which the last is still there as it was.
-            last = self._experts * layers.element / (3 if self._shape.gated_mlp else 2)
+            last = self._experts * layers.element * self._last_share
             sent = unit * (layers.element + wide) + last + head
             yield Moment(others + above, 0.0, self._weights(following) + sent, gradients)
 
@@ -424,16 +454,21 @@ class _Step:
         is_trained = self._layout.method == "full"
         made = (layers.head_weight * self._stage.head + self._units.made_above(number)) * is_trained
         units = (self._gathered_root + self._units.in_backward(number) + made) * element
+        units += self._kept_experts(self._routed_layers - number - 1)
         before = self._units.above(number) * max(4, element) * is_trained
         whole = layers.whole_routed_bytes - layers.shared_bytes
         left = whole - layers.experts_bytes
         # Of what is not recomputed all is there when the experts are gathered for their backward pass.
         there = whole if self._layout.recompute == "none" else left
         gathered, weights = self._gathering(), self._experts * element
+        if number and self._layout.keeps_gathered:
+            gathered = weights  # once, in the forward pass, where the last layer's meet all others
         yield Moment(others + there + above + shared, 0.0, units + before + gathered, gradients)
         weighing = self._weighing()
         weighing += layers.hidden * 4 * (layers.weighed_element > element)
         yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
+        last = weights * self._last_share * is_trained
+        yield Moment(others + whole + above + shared + self._gating(), 0.0, units + before + weights + last, gradients)
         rows = layers.rows_bytes / self._layout.tensor
         in_block = left + 2 * layers.expert_product_bytes + rows * (2 if is_trained else 1) + above + shared
         yield Moment(others + in_block, 0.0, units + before + weights * (1 + is_trained), gradients)
@@ -448,13 +483,17 @@ class _Step:
             in_scores = left - layers.mlp_norm_output_bytes + above + layers.score_gradient_bytes
             yield Moment(others + in_scores, 0.0, units + sent + self._rest * element, gradients)
 
+    def _kept_experts(self, num_layers: int) -> float:
+        """Bytes of so many layers' spread experts between their forward and backward pass."""
+        is_kept = self._layers.is_spread and self._layout.keeps_gathered and self._layout.pipeline == 1
+        return num_layers * self._experts * self._layers.element * is_kept
+
     def _gathering(self) -> float:
         """Bytes of spread experts while they are gathered: FSDP, which cuts each, puts them together by way of two
         copies; where no rank has a copy of them, only in the other type, one of two weights at a time."""
         if self._layout.expert_shard_degree > 1:
             return 3 * self._experts * self._layers.element
-        largest = (2 if self._shape.gated_mlp else 1) / (3 if self._shape.gated_mlp else 2)
-        return (1 + largest) * self._experts * self._layers.element
+        return (2 - self._last_share) * self._experts * self._layers.element
 
     def _reducing(self) -> float:
         """Bytes of their gradients on the way to the ranks' parts; alone, a rank still copies what it would send."""
@@ -462,7 +501,7 @@ class _Step:
             return 0.0
         element, wide = self._layers.element, max(4, self._layers.element)
         # FSDP reorders each of a layer's weights' gradients, and holds on to the last one, of its output, as it was.
-        last = element / (3 if self._shape.gated_mlp else 2)
+        last = element * self._last_share
         each = element + wide + last if self._layout.expert_shard_degree > 1 else 3 * wide
         return each * self._experts
 

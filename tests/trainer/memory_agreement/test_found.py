@@ -628,3 +628,55 @@ def test_a_mixtures_stages_have_the_layers_that_they_have(rank: int) -> None:
     model |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "first_k_dense_replace": 1}
     found = agreement(model, {"pipeline": 2, "data_shard": 4}, rank=rank)
     assert found.static is not None and abs(found.static) < 0.005
+
+
+LLAMA_4 = {
+    "model_type": "llama4_text",
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 2816,
+}
+
+
+@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_batched_experts_keep_every_tokens_state_as_it_came(recompute: str) -> None:
+    """In float32 under autocast, for each expert: a quarter of a layer that no plan had."""
+    model = SMALL | LLAMA_4 | {"intermediate_size": 256, "head_dim": 128, "vocab_size": 16000}
+    training = {"micro_batch_size": 1, "global_batch_size": 16, "activation_checkpointing": recompute}
+    planned, traced = _moving(agreement(model, {"data_replicate": 8}, **training))
+    assert planned == pytest.approx(traced, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
+def test_a_frozen_stage_is_put_together_beside_what_it_was_gathered_into(kind: str) -> None:
+    """Of large ends nearly twice what stays of them, and what the passes hold is small beside it."""
+    model, training = SMALL | {"vocab_size": 128256}, {"activation_checkpointing": "full", "loss": "chunked"}
+    layout = {"pipeline": 2, "context": 4}
+    found = agreement(model, layout, adapter=kind, rank=7, sequence_length=512, global_batch_size=4, **training)
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data_replicate": 2, "data_shard": 4, "expert": 4},
+        pytest.param({"data_shard": 8}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_wide_experts_gate_is_differentiated_beside_all_that_it_reads(layout: dict[str, Any]) -> None:
+    """Six tensors of the experts' width, of which four were planned."""
+    model = SMALL | MIXTRAL | {"num_local_experts": 4, "intermediate_size": 11008, "vocab_size": 4000}
+    training = {"micro_batch_size": 4, "global_batch_size": 32, "activation_checkpointing": "full"}
+    planned, traced = _moving(agreement(model, layout, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_spread_experts_stay_gathered_where_that_is_stated(recompute: str) -> None:
+    """They were gathered a second time, as other weights are where nothing is stated."""
+    model = SMALL | MIXTRAL | {"num_hidden_layers": 6, "intermediate_size": 2816, "vocab_size": 4000}
+    layout = {"data_shard": 8, "expert": 2, "fsdp": {"reshard_after_forward": False}}
+    training = {"micro_batch_size": 1, "global_batch_size": 32, "activation_checkpointing": recompute}
+    planned, traced = _moving(agreement(model, layout, sequence_length=512, **training))
+    assert planned == pytest.approx(traced, rel=0.03)

@@ -54,7 +54,9 @@ def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
     )
 
 
-def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+def apply(
+    model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool = True
+) -> list[nn.Module]:
     """Splits every experts module of `model` over `mesh` (of `build_mesh`) and lets tokens travel; returns them.
 
     They are then FSDP modules: shard the blocks around them afterwards, and sum their gradients like the others'.
@@ -66,7 +68,13 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy
     for module in modules:
         _split(module, mesh)
         placements = {weight: _shard_placement(weight, mesh["expert_shard"].size()) for weight in module.parameters()}
-        shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placements.get)
+        shard(
+            module,
+            mesh=copies,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placements.get,
+        )
     return modules
 
 

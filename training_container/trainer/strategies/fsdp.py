@@ -85,8 +85,7 @@ def shard_weights(
     `keep_gathered`: by default, weights stay whole from their first use until the step's last backward pass.
     """
     settings, policy = job.parallelism.fsdp, precision_policy(job.spec.training.precision)
-    stated = settings.reshard_after_forward
-    is_dropped = not keep_gathered if stated == "auto" else stated
+    is_dropped = reshards_after_forward(settings, keep_gathered=keep_gathered)
     # Mamba's residual stream has seven digits in one process and under DDP, too.
     keeps_wide = getattr(getattr(root, "config", None), "residual_in_fp32", False)
     of_blocks = dataclasses.replace(policy, cast_forward_inputs=False) if keeps_wide else policy
@@ -115,6 +114,12 @@ def shard_weights(
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def reshards_after_forward(settings: FsdpSpec, *, keep_gathered: bool) -> bool:
+    """Whether a unit lets go of what it gathered when its forward pass ends; `keep_gathered`: unless that is stated."""
+    stated = settings.reshard_after_forward
+    return not keep_gathered if stated == "auto" else stated
 
 
 def _left_as_they_are(root: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:

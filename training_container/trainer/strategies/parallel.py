@@ -23,7 +23,14 @@ from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import context_parallel, expert_parallel, tensor_parallel
 from trainer.strategies.base import Batch, Clock
-from trainer.strategies.fsdp import fill_shards, precision_policy, reshard, shard_weights, synchronization
+from trainer.strategies.fsdp import (
+    fill_shards,
+    precision_policy,
+    reshard,
+    reshards_after_forward,
+    shard_weights,
+    synchronization,
+)
 from trainer.strategies.mesh import Mesh, data_parallel_rank
 from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks.causal_lm import sequence_loss_sum
@@ -72,11 +79,17 @@ class ProductStrategy(TorchStrategy):
             split_sequence=split_sequence and tensor_parallel.can_split_sequence(model, blocks),
         )
 
-    def _spread_experts(self, model: PreTrainedModel) -> None:
+    def _spread_experts(self, model: PreTrainedModel, *, keep_gathered: bool = False) -> None:
+        """`keep_gathered` as in `shard_weights`: experts are a model's largest weights."""
         layout = self._job.parallelism
         if layout.expert > 1 or (layout.tensor > 1 and num_experts_of(model.config.get_text_config())):
             experts = expert_parallel.build_mesh(layout, self._device.type)
-            expert_parallel.apply(model, experts, precision_policy(self._job.spec.training.precision))
+            expert_parallel.apply(
+                model,
+                experts,
+                precision_policy(self._job.spec.training.precision),
+                reshard_after_forward=reshards_after_forward(layout.fsdp, keep_gathered=keep_gathered),
+            )
 
     def _own_part(self, batch: Batch) -> Batch:
         """What of `batch` goes through this rank's model; under context parallelism its labels are shifted."""

@@ -66,7 +66,7 @@ class PipelineStrategy(ProductStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         for stage in self._stages:
             partial = self._cut_matrices(stage.model, stage.blocks)
-            self._spread_experts(stage.model)
+            self._spread_experts(stage.model, keep_gathered=True)
             # Weights stay gathered over a step's micro-batches: gathering them anew for each would cost more than
             # a stage's share of the model takes.
             shard_weights(stage, stage.blocks, self._mesh.weights, self._job, keep_gathered=True)
