@@ -464,19 +464,26 @@ class TrainerLayers:
     def experts_bytes(self) -> float:
         """One layer's routed experts: their blocks, what they read, and what they give before it is weighted.
 
-        Spread over ranks, what they give is kept as it arrives and once more in the order of the tokens, of which a
-        rank of the tensor axis has all rows.
+        Spread over ranks, what they give is kept in the order of the tokens, of which a rank of the tensor axis has all
+        rows.
         """
         shape, layout = self.shape, self.layout
         if layout.method == "qlora":
-            return 0.0  # read from four bits, and run, once more in the backward pass
+            # Read from four bits, and run, once more in the backward pass: of what other ranks sent.
+            return (self.rows_bytes / layout.tensor + self.rows_bytes) * self.is_spread
         block = self._block_bytes(shape.moe_ffn * shape.experts_per_token)
         read = 0.0 if self.is_frozen else self.rows_bytes
         if not self.is_spread:
             # Batched ones read every token's state times its score: the state is kept as it came, in its own type.
             came = self.rows_bytes * (self.residual_element / self.element if shape.batches_experts else 1)
             return block + read + came
-        return block + (read + self.rows_bytes) / layout.tensor + self.rows_bytes
+        return block + read / layout.tensor + self.rows_bytes
+
+    @property
+    def expert_run_bytes(self) -> float:
+        """One layer's spread experts while what they give is weighted by one each, on their own rank."""
+        block = self._block_bytes(self.shape.moe_ffn * self.shape.experts_per_token)
+        return block + 5 * self.rows_bytes / self.layout.tensor
 
     @property
     def shared_bytes(self) -> float:

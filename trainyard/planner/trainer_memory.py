@@ -91,6 +91,7 @@ class _Step:
         # Frozen weights that no rank shares are read where they are.
         self._gathers_frozen = layout.method == "full" or layout.shard_degree > 1
         self._gathered_root = self._root * self._gathers_frozen
+        self._gathers_experts = layout.method == "full" or layout.expert_shard_degree > 1
         self._units = self._taken_apart()
 
     def _taken_apart(self) -> Units:
@@ -379,8 +380,8 @@ class _Step:
         of what it read and what is made on the way, in place of that and of what the experts gave."""
         layers = self._layers
         num_made = 3 if self._shape.gated_mlp else 2
-        rows = layers.rows_bytes / (self._layout.tensor if layers.is_spread else 1)
-        return (num_made - 1) * layers.expert_product_bytes - rows * (self._layout.method != "qlora")
+        is_kept = not layers.is_spread and self._layout.method != "qlora"
+        return (num_made - 1) * layers.expert_product_bytes - layers.rows_bytes * is_kept
 
     @property
     def _last_share(self) -> float:
@@ -453,20 +454,24 @@ class _Step:
         gradients = self._own_gradients(self._units.num_reduced(number))
         is_trained = self._layout.method == "full"
         made = (layers.head_weight * self._stage.head + self._units.made_above(number)) * is_trained
-        units = (self._gathered_root + self._units.in_backward(number) + made) * element
+        units = (self._gathered_root + made) * element + self._units.in_backward(number) * layers.weight_element
         units += self._kept_experts(self._routed_layers - number - 1)
         before = self._units.above(number) * max(4, element) * is_trained
         whole = layers.whole_routed_bytes - layers.shared_bytes
         left = whole - layers.experts_bytes
         # Of what is not recomputed all is there when the experts are gathered for their backward pass.
         there = whole if self._layout.recompute == "none" else left
-        gathered, weights = self._gathering(), self._experts * element
+        gathered, weights = self._gathering(), self._experts * element * self._gathers_experts
         if number and self._layout.keeps_gathered:
             gathered = weights  # once, in the forward pass, where the last layer's meet all others
         yield Moment(others + there + above + shared, 0.0, units + before + gathered, gradients)
         weighing = self._weighing()
         weighing += layers.hidden * 4 * (layers.weighed_element > element)
         yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
+        if self._layout.recompute != "none" and not layers.reading_experts_bytes:
+            # Made again: as they came, by expert, and three of what experts give, none in their tokens' order yet.
+            run = whole - layers.experts_bytes + layers.expert_run_bytes
+            yield Moment(others + run + above + shared, 0.0, units + before + weights, gradients)
         last = weights * self._last_share * is_trained
         yield Moment(others + whole + above + shared + self._gating(), 0.0, units + before + weights + last, gradients)
         rows = layers.rows_bytes / self._layout.tensor
@@ -486,11 +491,15 @@ class _Step:
     def _kept_experts(self, num_layers: int) -> float:
         """Bytes of so many layers' spread experts between their forward and backward pass."""
         is_kept = self._layers.is_spread and self._layout.keeps_gathered and self._layout.pipeline == 1
+        is_kept = is_kept and self._gathers_experts
         return num_layers * self._experts * self._layers.element * is_kept
 
     def _gathering(self) -> float:
         """Bytes of spread experts while they are gathered: FSDP, which cuts each, puts them together by way of two
-        copies; where no rank has a copy of them, only in the other type, one of two weights at a time."""
+        copies; where no rank has a copy of them, only in the other type, one of two weights at a time; frozen ones are
+        read where they are then."""
+        if not self._gathers_experts:
+            return 0.0
         if self._layout.expert_shard_degree > 1:
             return 3 * self._experts * self._layers.element
         return (2 - self._last_share) * self._experts * self._layers.element
@@ -630,13 +639,13 @@ class _Step:
             return 0.0
         if layout.pipeline > 1:
             # Gathered once for all micro-batches; of one rank they are copied, too, but what is frozen.
-            whole = self._root * layers.element + (self._params - self._root) * layers.weight_element
+            experts = self._experts * self._routed_layers * layers.is_spread
+            whole = self._root * layers.element + (self._params - self._root - experts) * layers.weight_element
+            experts *= layers.weight_element
             if not is_trained:
-                return (
-                    whole * self._gathers_frozen
-                    + self._adapters(self._stage.layers, has_head=self._stage.head) * layers.element
-                )
-            return whole + self._params * max(4, layers.element) * (not self._is_first_back)
+                adapters = self._adapters(self._stage.layers, has_head=self._stage.head) * layers.element
+                return whole * self._gathers_frozen + experts * self._gathers_experts + adapters
+            return whole + experts + self._params * max(4, layers.element) * (not self._is_first_back)
         return self._gathered_root * layers.element + gathered * layers.weight_element
 
     def _adapters(self, num_layers: int, *, has_head: bool) -> float:

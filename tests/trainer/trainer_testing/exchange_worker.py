@@ -62,9 +62,10 @@ def main() -> None:
         settings = dict(FAMILIES["Mixtral"])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        whole = copy.deepcopy(expert_parallel.expert_modules(model)[0])
+        spread = expert_parallel.expert_modules(model)[0]
+        whole = copy.deepcopy(spread)
         mesh = expert_parallel.build_mesh(ParallelismSpec(data_shard=NUM_RANKS, expert=2), "cpu")
-        spread = expert_parallel.apply(model, mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32))[0]
+        expert_parallel.apply(model, mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32))
         assert isinstance(spread, FSDPModule)
         spread.set_gradient_divide_factor(1.0)
         spread.set_force_sum_reduction_for_comms(True)

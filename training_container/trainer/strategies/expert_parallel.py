@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from trainer.models.packed_experts import num_packed
-from trainer.strategies.fsdp import inner_placement, shard
+from trainer.strategies.fsdp import inner_placement, left_as_they_are, shard
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
 
@@ -56,17 +56,21 @@ def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
 
 def apply(
     model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool = True
-) -> list[nn.Module]:
-    """Splits every experts module of `model` over `mesh` (of `build_mesh`) and lets tokens travel; returns them.
+) -> set[nn.Parameter]:
+    """Splits every experts module of `model` over `mesh` (of `build_mesh`) and lets tokens travel.
 
-    They are then FSDP modules: shard the blocks around them afterwards, and sum their gradients like the others'.
+    They are then FSDP modules: shard the blocks around them afterwards, and sum their gradients like the others'. What
+    is returned are weights of theirs that are none, since FSDP would do nothing for them: leave these as they are.
     """
     copies = mesh["data_replicate", "expert_shard"] if mesh["data_replicate"].size() > 1 else mesh["expert_shard"]
     # Routing weights keep the type that the router gave them, as they do where experts are in their block's unit.
     policy = replace(policy, cast_forward_inputs=False)
-    modules = expert_modules(model)
-    for module in modules:
+    left: set[nn.Parameter] = set()
+    for module in expert_modules(model):
         _split(module, mesh)
+        left |= left_as_they_are(module, copies, policy)
+        if left.issuperset(module.parameters()):
+            continue
         placements = {weight: _shard_placement(weight, mesh["expert_shard"].size()) for weight in module.parameters()}
         shard(
             module,
@@ -74,8 +78,9 @@ def apply(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=placements.get,
+            ignored_params=left,
         )
-    return modules
+    return left
 
 
 def _shard_placement(weight: nn.Parameter, num_ranks: int) -> Shard:
@@ -168,8 +173,7 @@ class TokenExchange:
         route = self._route(chosen)
         rows = _exchange(hidden[route.order // num_choices], route.received, route.sent, self._group)
         results = _exchange(self._run_experts(rows, route), route.sent, route.received, self._group)
-        # Zeros: what experts at other places of the tensor axis are chosen for is their ranks' part.
-        by_choice = results.new_zeros((chosen.numel(), results.size(1))).index_copy(0, route.order, results)
+        by_choice: torch.Tensor = _ByChoice.apply(results, route.order, chosen.numel())  # type: ignore[no-untyped-call]
         return (by_choice.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def _route(self, chosen: torch.Tensor) -> _Route:
@@ -222,6 +226,21 @@ def local_weights(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(weights)
+
+
+class _ByChoice(torch.autograd.Function):
+    """Rows in the order of their tokens' choices. torch's own `index_copy` keeps the rows for their shape's sake."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, num_choices: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        # Zeros: what experts at other places of the tensor axis are chosen for is their ranks' part.
+        return rows.new_zeros((num_choices, rows.size(1))).index_copy_(0, order, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return gradient.index_select(0, order), None, None
 
 
 def _exchange(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer state are split over `data_shard` ranks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,11 +78,18 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def shard_weights(
-    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, job: ResolvedJob, *, keep_gathered: bool = False
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    job: ResolvedJob,
+    *,
+    left: Set[nn.Parameter] = frozenset(),
+    keep_gathered: bool = False,
 ) -> nn.Module:
     """Shards the blocks, in units by the job's `fsdp`, and the rest of `root` together, in place, and returns `root`.
 
-    `keep_gathered`: by default, weights stay whole from their first use until the step's last backward pass.
+    `left` are weights that lie on their ranks already. `keep_gathered`: by default, weights stay whole from their first
+    use until the step's last backward pass.
     """
     settings, policy = job.parallelism.fsdp, precision_policy(job.spec.training.precision)
     is_dropped = reshards_after_forward(settings, keep_gathered=keep_gathered)
@@ -91,7 +98,7 @@ def shard_weights(
     of_blocks = dataclasses.replace(policy, cast_forward_inputs=False) if keeps_wide else policy
     units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
     placements = {weight: placement_of(weight, mesh.size(-1)) for weight in root.parameters()}
-    left = _left_as_they_are(root, mesh, policy)
+    ignored = left | left_as_they_are(root, mesh, policy)
     for unit in units:
         shard(
             unit,
@@ -99,9 +106,9 @@ def shard_weights(
             mp_policy=of_blocks,
             reshard_after_forward=is_dropped,
             shard_placement_fn=placements.get,
-            ignored_params=left,
+            ignored_params=ignored,
         )
-    shard(root, mesh=mesh, mp_policy=policy, ignored_params=left)
+    shard(root, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for block in blocks:
         _keep_positions(block)
     _prefetch([unit[0] for unit in units], settings.prefetch_units)
@@ -122,7 +129,7 @@ def reshards_after_forward(settings: FsdpSpec, *, keep_gathered: bool) -> bool:
     return not keep_gathered if stated == "auto" else stated
 
 
-def _left_as_they_are(root: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+def left_as_they_are(root: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
     """Frozen weights that FSDP would do nothing for, but to copy them: those that no rank shares, in the type that is
     computed in. A stage's copies would stay through all of its micro-batches, beside what they are copies of."""
     if mesh.size(-1) > 1:

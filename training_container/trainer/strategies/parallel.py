@@ -60,8 +60,8 @@ class ProductStrategy(TorchStrategy):
         assert isinstance(model, PreTrainedModel)
         blocks = transformer_blocks(model)
         partial = self._cut_matrices(model, blocks)
-        self._spread_experts(model)
-        wrapped = shard_weights(model, blocks, self._mesh.weights, self._job)
+        left = self._spread_experts(model)
+        wrapped = shard_weights(model, blocks, self._mesh.weights, self._job, left=left)
         fill_shards(wrapped, model, self._device)
         self._keep_partial(model, partial)
         return wrapped
@@ -79,17 +79,18 @@ class ProductStrategy(TorchStrategy):
             split_sequence=split_sequence and tensor_parallel.can_split_sequence(model, blocks),
         )
 
-    def _spread_experts(self, model: PreTrainedModel, *, keep_gathered: bool = False) -> None:
-        """`keep_gathered` as in `shard_weights`: experts are a model's largest weights."""
+    def _spread_experts(self, model: PreTrainedModel, *, keep_gathered: bool = False) -> set[nn.Parameter]:
+        """Returns the weights of theirs that `shard_weights` is to leave as they are; `keep_gathered` is as there."""
         layout = self._job.parallelism
         if layout.expert > 1 or (layout.tensor > 1 and num_experts_of(model.config.get_text_config())):
             experts = expert_parallel.build_mesh(layout, self._device.type)
-            expert_parallel.apply(
+            return expert_parallel.apply(
                 model,
                 experts,
                 precision_policy(self._job.spec.training.precision),
                 reshard_after_forward=reshards_after_forward(layout.fsdp, keep_gathered=keep_gathered),
             )
+        return set()
 
     def _own_part(self, batch: Batch) -> Batch:
         """What of `batch` goes through this rank's model; under context parallelism its labels are shifted."""

@@ -66,10 +66,10 @@ class PipelineStrategy(ProductStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         for stage in self._stages:
             partial = self._cut_matrices(stage.model, stage.blocks)
-            self._spread_experts(stage.model, keep_gathered=True)
+            left = self._spread_experts(stage.model, keep_gathered=True)
             # Weights stay gathered over a step's micro-batches: gathering them anew for each would cost more than
             # a stage's share of the model takes.
-            shard_weights(stage, stage.blocks, self._mesh.weights, self._job, keep_gathered=True)
+            shard_weights(stage, stage.blocks, self._mesh.weights, self._job, left=left, keep_gathered=True)
             fill_shards(stage, stage.model, self._device)
             self._keep_partial(stage.model, partial)
             if stage.is_tied and (stage.is_first or stage.is_last):
