@@ -45,7 +45,8 @@ class Moment:
 
 def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> Moment:
     """The moment of a step at which a rank of the stage holds most; of a stage without layers or head there is none."""
-    moments = _Step(shape, layout, stage, params).moments()
+    ways = _passes_done(layout, stage) if layout.pipeline > 1 else [None]
+    moments = (moment for at in ways for moment in _Step(shape, layout, stage, params, at).moments())
     return max(moments, key=lambda moment: moment.total, default=Moment(0.0, 0.0, 0.0))
 
 
@@ -58,18 +59,46 @@ def gradients_come_late(layout: Layout) -> bool:
     return layout.pipeline > 1 or (layout.num_micro_batches == 1 and not (layout.is_uncut and layout.data_parallel > 1))
 
 
+@dataclass(frozen=True)
+class _PassesDone:
+    """How far a pipeline's rank is when it may hold most."""
+
+    in_flight: float
+    """As `Stage.in_flight`."""
+    summed: float
+    """Of its stages' gradients, the share whose sums are there: none before the first backward pass is through."""
+    is_all_forward: bool
+    """Every micro-batch has gone forward."""
+    has_losses: bool
+    """The last stage's loss of some micro-batch has not gone back yet."""
+
+
+def _passes_done(layout: Layout, stage: Stage) -> list[_PassesDone]:
+    """Before a rank's first backward pass, after it, and after the first one of its earlier stage, if it has two: of
+    these the later one goes back for as many micro-batches as are taken in turn before the earlier one does."""
+    ranks, count = layout.pipeline, layout.num_micro_batches
+    is_interleaved = layout.chunks > 1
+    num_stages = 2 if is_interleaved or layout.schedule == "zero_bubble" else 1
+    passes, all_passes = stage.in_flight * num_stages, count * num_stages
+    turn = count // max(count // ranks, 1) if is_interleaved else 1
+    found = []
+    for summed, num_gone in [(0.0, 0), (1.0, 1)] if num_stages == 1 else [(0.0, 0), (0.5, 1), (1.0, turn + 1)]:
+        left, num_losses = all_passes - num_gone, count - min(num_gone, turn)
+        if left > 0:
+            found.append(_PassesDone(min(passes, left) / num_stages, summed, left < passes, num_losses > 0))
+    return found
+
+
 class _Step:
     """The moments of one rank."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, *, is_later: bool = False
+        self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, at: "_PassesDone | None" = None
     ) -> None:
-        """`is_later`: after the first of a pipeline's micro-batches, where all go forward before one goes back."""
-        self._shape, self._layout, self._stage = shape, layout, stage
-        count = layout.num_micro_batches
-        is_all = layout.pipeline > 1 and layout.schedule in ("gpipe", "1f1b") and stage.in_flight >= count > 1
-        self._is_first_back = is_all and not is_later
-        self._is_later = is_later
+        """`at`: where a pipeline's rank is in its passes."""
+        if at is not None:
+            stage = replace(stage, in_flight=at.in_flight)
+        self._shape, self._layout, self._stage, self._at = shape, layout, stage, at
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight
         matrices = num_vocabulary_matrices(shape, layout, stage)
@@ -123,15 +152,9 @@ class _Step:
 
     def moments(self) -> Iterator[Moment]:
         """All that can be the worst."""
-        yield from self._moments()
-        if self._is_first_back:
-            # When the first has gone back its gradients' sums stand beside what all others keep.
-            later = replace(self._stage, in_flight=self._stage.in_flight - 1)
-            yield from _Step(self._shape, self._layout, later, self._stage_params, is_later=True).moments()
-
-    def _moments(self) -> Iterator[Moment]:
-        if self._stage.head:
-            yield from self._from_loss() if self._is_later else self._at_loss()
+        at = self._at
+        if self._stage.head and (at is None or at.has_losses):
+            yield from self._from_loss() if at is not None and at.is_all_forward else self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
         yield from self._in_two_passes()
@@ -571,7 +594,8 @@ class _Step:
             return
         if layout.pipeline > 1:
             # All sums, of which the ends' are copied to be sent.
-            yield Moment(0.0, 0.0, self._weights(0.0) + self._root * max(4, element))
+            missing = (self._params - self._summed()) * max(4, element)
+            yield Moment(0.0, 0.0, self._weights(0.0) + missing + self._root * max(4, element))
             return
         is_tied = self._is_tied and self._stage.head
         if not self._is_sharded:
@@ -645,8 +669,14 @@ class _Step:
             if not is_trained:
                 adapters = self._adapters(self._stage.layers, has_head=self._stage.head) * layers.element
                 return whole * self._gathers_frozen + experts * self._gathers_experts + adapters
-            return whole + experts + self._params * max(4, layers.element) * (not self._is_first_back)
+            return whole + experts + self._summed() * max(4, layers.element)
         return self._gathered_root * layers.element + gathered * layers.weight_element
+
+    def _summed(self) -> float:
+        """Of a pipeline's rank the parameters whose gradients' sums are there: its later stage's have the head's."""
+        share = 1.0 if self._at is None else self._at.summed
+        ends = self._root if share == 1 else self._layers.head_weight * self._stage.head * (share > 0)
+        return (self._params - self._root) * share + ends
 
     def _adapters(self, num_layers: int, *, has_head: bool) -> float:
         split = self._layout.tensor
@@ -665,8 +695,8 @@ class _Step:
         if layout.method != "full":
             return found
         if layout.pipeline > 1:
-            summed = (self._units.size(0, number) + head) * self._is_first_back
-            return found + summed * max(4, layers.element)
+            is_first = self._at is not None and not self._at.summed
+            return found + (self._units.size(0, number) + head) * is_first * max(4, layers.element)
         if not self._is_sharded:
             # They are the rank's own at once, but for a tied head's: that waits for the embedding's.
             waits = self._is_tied and layout.engine == "torch" and self._is_replicated

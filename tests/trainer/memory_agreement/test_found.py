@@ -705,3 +705,22 @@ def test_what_spread_experts_give_is_kept_in_its_tokens_order_alone() -> None:
     for kind in (None, "qlora"):
         planned, traced = _moving(agreement(WEIGHED_WIDE, SPREAD, adapter=kind, **training))
         assert planned == pytest.approx(traced, rel=0.03), kind
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "count"),
+    [
+        ("interleaved_1f1b", 0, 2),
+        ("zero_bubble", 1, 2),
+        pytest.param("interleaved_1f1b", 1, 3, marks=pytest.mark.slow),
+        pytest.param("interleaved_1f1b", 1, 12, marks=pytest.mark.slow),
+        pytest.param("1f1b", 0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_of_few_micro_batches_all_are_there_before_any_gradients_sum_is(schedule: str, rank: int, count: int) -> None:
+    """Ranks with two stages were planned with the sums of both beside everything: two fifths too much."""
+    model = SMALL | {"num_hidden_layers": 8, "vocab_size": 16000}
+    training = {"micro_batch_size": 1, "global_batch_size": count, "activation_checkpointing": "none"}
+    found = agreement(model, {"pipeline": 2, "pipeline_schedule": schedule}, rank=rank, **training)
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.06)
