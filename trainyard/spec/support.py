@@ -86,13 +86,14 @@ UNSPREAD_EXPERTS: Mapping[str, str] = {
 EXPERT_TENSOR_FAMILIES = frozenset(
     {
         *("afmoe", "aria_text", "axk2", "cohere2_moe", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
-        *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"),
-        *("hunyuan_v1_moe", "hy_v3", "kolibri1", "mellum", "mimo_v2_flash", "minimax", "qwen2_moe", "solar_open"),
+        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa"),
+        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "mellum", "mimo_v2_flash", "minimax"),
+        *("minimax_m2", "olmoe", "qwen2_moe", "solar_open"),
     }
 )
 """Mixtures whose attention and shared experts are cut beside their experts, each tried at two ranks, and with `expert`
-at four (`tests/trainer/test_expert_families.py`). In others a norm of all heads (MiniMax-M2, OLMoE) or of what is to be
-summed (A.X K1), a recurrence, noise, or a block around the experts (Gemma 4) stands in the way."""
+at four (`tests/trainer/test_expert_families.py`). In others a norm of what is to be summed (A.X K1), a recurrence,
+noise, or a block around the experts (Gemma 4) stands in the way."""
 
 DOCUMENT_FAMILIES = frozenset(
     {

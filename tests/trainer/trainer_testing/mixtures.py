@@ -92,7 +92,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "minimax_m2": _LOCAL,
     "minimax_m3_vl_text": _LOCAL,
     "nemotron_h": {"n_routed_experts": NUM_EXPERTS},
-    "olmoe": _PLAIN,
+    "olmoe": _PLAIN | {"clip_qkv": 1.0},
     "phimoe": _LOCAL,
     "qwen2_moe": _PLAIN | {"shared_expert_intermediate_size": 48},
     "qwen3_5_moe_text": _PLAIN | _LINEAR,

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,7 +64,8 @@ class RunRequest:
     """Torch engines: gradients are made so many times larger and divided by it, as fp16's are. Where it is no power of
     two all that is rounded on the way is rounded otherwise, as it is under three data-parallel ranks."""
     is_wide: bool = False
-    """In fp64, softmax too: models name float32 for it, whose rounding is another one where sums have another order."""
+    """In fp64, all that models name float32 for too (softmax, norms, routers): its rounding is another one where sums
+    have another order."""
 
 
 def run(
@@ -197,8 +198,8 @@ def main(requests: Sequence[RunRequest]) -> None:
             with ExitStack() as changed:
                 for name, value in request.constants.items():
                     changed.enter_context(patch(name, value))
-                if request.is_wide:
-                    changed.enter_context(patch("torch.nn.functional.softmax", _wide_softmax))
+                for name, wide in _WIDE.items() if request.is_wide else ():
+                    changed.enter_context(patch(name, wide))
                 seen = _run(request, runtime)
             if runtime.is_first:
                 print(MARK + json.dumps({"strategy": request.strategy, **seen}), flush=True)
@@ -209,6 +210,27 @@ def _wide_softmax(
 ) -> torch.Tensor:
     """torch's, in no narrower type than it is given."""
     return scores.softmax(dim, dtype=None if dtype is None else torch.promote_types(dtype, scores.dtype))
+
+
+def _wide_cast(cast: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch's, but that what is float64 doesn't become float32."""
+
+    def wide(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return cast(tensor, *args, **kwargs)
+
+    return wide
+
+
+_WIDE: dict[str, Callable[..., torch.Tensor]] = {
+    "torch.nn.functional.softmax": _wide_softmax,
+    "torch.Tensor.float": lambda tensor: tensor.to(torch.float32),
+    "torch.Tensor.to": _wide_cast(torch.Tensor.to),
+    "torch.Tensor.type": _wide_cast(torch.Tensor.type),
+}
+"""torch's functions by which models compute in float32 -> those that don't, where they are given float64."""
 
 
 def _run(request: RunRequest, runtime: Runtime) -> Result:

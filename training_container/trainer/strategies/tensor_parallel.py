@@ -65,7 +65,7 @@ _NEMOTRON = {**_ATTENTION, "layers.*.mlp.up_proj": COLUMN, "layers.*.mlp.down_pr
 _STABLELM = {**_NEMOTRON, "layers.*.mlp.gate_proj": COLUMN}
 _GLM = {"layers.*.mlp.gate_up_proj": GATED, "layers.*.mlp.down_proj": ROW}
 _PHI3 = {**_GLM, "layers.*.self_attn.qkv_proj": FUSED, "layers.*.self_attn.o_proj": ROW}
-_OLMO2 = {**_ATTENTION, **{f"layers.*.self_attn.{name}_norm": NORM for name in "qk"}}
+_NORMED_ATTENTION = {**_ATTENTION, **{f"layers.*.self_attn.{name}_norm": NORM for name in "qk"}}
 _GPTJ = {
     **{f"h.*.attn.{name}_proj": COLUMN for name in "qkv"},
     "h.*.attn.out_proj": ROW,
@@ -87,6 +87,7 @@ OWN_PLANS: dict[str, dict[str, str]] = {
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
     "exaone_moe": _SHARED_EXPERTS,
+    "flex_olmo": _NORMED_ATTENTION,
     "glm": _GLM,
     "glm4": _GLM,
     "glm4_moe_lite": _SHARED_EXPERTS,
@@ -96,19 +97,21 @@ OWN_PLANS: dict[str, dict[str, str]] = {
     "granitemoe": _ATTENTION,
     "granitemoeshared": _ATTENTION,
     "hunyuan_v1_moe": _ATTENTION | _gated("mlp.shared_mlp"),
+    "minimax_m2": _NORMED_ATTENTION,
     "nemotron": _NEMOTRON,
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO2,
+    "olmo2": _NORMED_ATTENTION,
+    "olmo3": _NORMED_ATTENTION,
+    "olmoe": _NORMED_ATTENTION,
     "phi3": _PHI3,
     "qwen2_moe": _gated("mlp.shared_expert"),
     "solar_open": _SHARED_EXPERTS,
     "stablelm": _STABLELM,
     "youtu": _LATENT_ATTENTION,
 }
-"""By model type, what is missing in transformers' plan: V3's and Youtu's leave their attention whole, OLMo 2's gathers
-all heads on every rank for their norm, Phi-3's and GLM's what comes out of fused matrices, GPT-2, GPT-J, StableLM and
-gpt-oss have none, Nemotron's is not in 5.17, and others leave whole what all tokens share, which would be added up as
-often as there are ranks."""
+"""By model type, what is missing in transformers' plan: V3's and Youtu's leave their attention whole, OLMo's and
+MiniMax-M2's gather all heads on every rank for their norm, Phi-3's and GLM's what comes out of fused matrices, GPT-2,
+GPT-J, StableLM and gpt-oss have none, Nemotron's is not in 5.17, and others leave whole what all tokens share, which
+would be added up as often as there are ranks."""
 
 _HEAD_COUNTS: dict[str, tuple[str, ...]] = {
     "gpt2": ("split_size",),
@@ -338,7 +341,8 @@ def _count_own_heads(region: Any, model_type: str, size: int) -> None:
 def _cut_norm(norm: Any, axis: DeviceMesh) -> None:
     """A norm of all heads' outputs, of which this rank has its own heads': only the mean of squares needs the others'.
 
-    In the order of OLMo 2's code: what is normalized, in float32, times the weight, in the type of the input.
+    What is normalized, in float32, times the weight, and rounded once: as OLMo 2's code, and as the kernel that the
+    norms of others have where they are whole (`trainer.models.norms`).
     """
     width, epsilon = norm.weight.numel(), norm.variance_epsilon
     _cut(norm, {"weight": 0}, axis)
