@@ -144,11 +144,12 @@ def test_the_host_is_named_where_it_is_what_is_too_small(job: MakeJob) -> None:
     ("model", "refused"),
     [
         ({"source": None, "config": {"model_type": "phi3"}}, ("expert", "tensor")),
-        ({"source": None, "config": {"model_type": "opt"}}, ("expert", "tensor", "context")),
+        ({"source": None, "config": {"model_type": "opt"}}, ("expert", "tensor")),
+        ({"source": None, "config": {"model_type": "bloom"}}, ("expert", "tensor", "context")),
         ({"source": "llama-3.1-8b"}, ("expert",)),
         ({"source": "mixtral-8x7b"}, ()),
     ],
-    ids=["phi3", "opt", "llama", "mixtral"],
+    ids=["phi3", "opt", "bloom", "llama", "mixtral"],
 )
 def test_what_the_trainer_refuses_is_not_proposed(
     job: MakeJob, model: dict[str, Any], refused: tuple[str, ...]

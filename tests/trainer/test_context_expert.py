@@ -106,7 +106,7 @@ def test_documents_one_after_the_other_are_attended_to_as_under_a_mask(rank: int
         torch.randn((2, 3, length, 4), generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
     )
     attention = ContextAttention.__new__(ContextAttention)  # without a process group
-    attention._has_sinks = False
+    attention._is_written_out = False
     attention._layout, attention._num_tokens, attention._documents = layout, length, owners
     told = attention.mask(mask_function=causal_mask_function, device=torch.device("cpu"))
     assert told is not None and told.numel() < 4 * 2 * 6, "no mask of own x all tokens"
@@ -138,7 +138,7 @@ def test_documents_of_many_sequences_take_no_more_work_a_sequence() -> None:
     def elements_a_row(num_rows: int) -> float:
         length, layout = 32, SequenceLayout(rank=0, size=2)
         attention = ContextAttention.__new__(ContextAttention)  # without a process group
-        attention._has_sinks = False
+        attention._is_written_out = False
         attention._layout, attention._num_tokens = layout, length
         attention._documents = torch.tensor([[0] * 5 + [1] * 12 + [2] * 15] * num_rows)
         told = attention.mask(mask_function=causal_mask_function, device=torch.device("cpu"))
@@ -201,7 +201,7 @@ def test_pieces_cover_the_sequence_once_and_cost_the_same() -> None:
     [
         ("Llama", {"context": 16}, r"context: 16 cuts .* 32 equal pieces, .* is 24: use 32, or another multiple"),
         ("Llama", {"context": 5}, r"context: 5 cuts .* 10 equal pieces, .* is 24: use 20, or another multiple"),
-        ("gemma2", {"context": 2}, r"context: 2 is not verified for .*gemma2"),
+        ("gptj", {"context": 2}, r"context: 2 is not verified for .*gptj"),
         ("Llama", {"data_shard": 2, "expert": 2}, r"expert: 2 needs a mixture of experts .* llama is not"),
         (
             "Mixtral",

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "would learn to copy: set use_bidirectional_attention: false in its configuration",
     ),
     "a pipeline of gemma4": (job_of(LLAMA | {"model_type": "gemma4_text"}, {"pipeline": 2, "data_shard": 4}), "gemma4"),
-    "gemma2's sequences": (job_of(LLAMA | {"model_type": "gemma2"}, {"context": 2, "data_shard": 4}), "context: 2"),
+    "gptj's sequences": (job_of(LLAMA | {"model_type": "gptj"}, {"context": 2, "data_shard": 4}), "context: 2"),
     "persimmon's matrices": (job_of(LLAMA | {"model_type": "persimmon"}, {"tensor": 2, "data_shard": 4}), "tensor: 2"),
     "zero_bubble recomputed": (
         job_of(LLAMA, ZERO_BUBBLE, training={"activation_checkpointing": "full"}),

@@ -33,15 +33,12 @@ PIPELINE_FAMILIES = TENSOR_FAMILIES | frozenset(
 """Models whose blocks hand one tensor of hidden states from each to the next, and nothing else that depends on tokens,
 so that a forward pass may be interrupted between any two. Each is tried at two ranks (`test_cut_families`)."""
 
-CONTEXT_FAMILIES = PIPELINE_FAMILIES - {
-    *("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"),
-    *("gemma2", "gemma3_text", "hy_v3", "opt", "vaultgemma"),
-}
+CONTEXT_FAMILIES = PIPELINE_FAMILIES - {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"}
 """Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tried as
 above).
 
-A state-space or convolution layer would silently see a cut sequence, so others are refused; of those that are left
-out here, the first write their attention out themselves, and the others are not proved to be one process's.
+A state-space or convolution layer would silently see a cut sequence, so others are refused; those that are left out
+here write their attention out themselves.
 """
 
 OTHER_TENSOR_FAMILIES = frozenset(

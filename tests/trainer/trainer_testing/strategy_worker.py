@@ -36,6 +36,8 @@ MARK = "RESULT "
 VALIDATION_STEP = 999
 Result = dict[str, Any]
 FIGURES = ("loss", "grad_norm", "validation")
+_NOTHING = 1e-12
+"""Norm of weights that no more than roundings moved from zero: OPT's keys have biases, to which attention is blind."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ def weights_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tens
     worst = torch.zeros((), dtype=torch.float64)
     for name in sorted(set(ours) & set(reference)):
         wanted, tensor = reference[name], ours[name]
-        scale = wanted.double().norm() or 1.0  # of what is all zeros, as a buffer may be: the difference itself
+        scale = wanted.double().norm()
+        scale = scale if scale > _NOTHING else 1.0  # of what is zero, or but for roundings: the difference itself
         if isinstance(tensor, FlatShard):
             tensor, wanted = tensor.local, wanted.flatten()[tensor.start : tensor.start + tensor.local.numel()]
         elif isinstance(tensor, DTensor):

@@ -118,10 +118,10 @@ def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device)
     """One line on what a language model that was built for this job runs."""
     config = model.config.get_text_config()
     if job.parallelism.context > 1:
-        if has_sinks(config):
+        if (reason := written_out_for(config)) is not None:
             return (
                 f"written out, over keys and values of {job.parallelism.context} ranks (parallelism.context;"
-                f" {config.model_type} has sinks): own x all tokens a head in memory"
+                f" {config.model_type} {reason}): own x all tokens a head in memory"
             )
         documents = _documents_over_ranks(job, config)
         return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{documents})"
@@ -199,6 +199,13 @@ def _machine_obstacle(device_type: str) -> str | None:
 def has_sinks(config: PretrainedConfig) -> bool:
     """Whether attention gives a share to no token, which torch's kernels don't."""
     return config.model_type in _SINKS
+
+
+def written_out_for(config: PretrainedConfig) -> str | None:
+    """What of a model's attention no kernel computes over cut sequences, so that it is written out; None: nothing."""
+    if has_sinks(config):
+        return "has sinks"
+    return "caps attention's scores" if _caps_scores(config) else None
 
 
 def _caps_scores(config: PretrainedConfig) -> bool:

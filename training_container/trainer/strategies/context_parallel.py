@@ -7,7 +7,7 @@ together. Everything else in a transformer block works on tokens one by one and 
 
 Packed documents are attended to one after the other: no mask, which would be own x all tokens, no time on what it would
 hide, and a flash kernel where there is one. Rules other than causal (sliding windows) still take a mask, and where a
-model has sinks (gpt-oss) its attention is written out, as in its own code.
+model has sinks (gpt-oss) or caps its scores (Gemma 2) its attention is written out, as in its own code.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,12 @@ from transformers.masking_utils import causal_mask_function
 
 from trainer.collective_names import all_gather_single, reduce_scatter_single
 from trainer.losses.token_loss import IGNORED_LABEL
-from trainer.models.attention import has_sinks, kernels_for
+from trainer.models.attention import kernels_for, written_out_for
 from trainer.strategies.base import Batch
 
-OTHER_ATTENTION = ("softcap", "position_bias")
-"""Arguments by which models ask for more than a mask, a scale, dropout and sinks; none of CONTEXT_FAMILIES does."""
+OTHER_ATTENTION = ("position_bias",)
+"""Arguments by which models ask for more than a mask, a scale, dropout, a cap and sinks; none of CONTEXT_FAMILIES
+does."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
 
 def apply(model: PreTrainedModel, axis: DeviceMesh) -> None:
     """Makes `model`, called with a SequenceShard's fields on each rank of `axis` (1-d), attend over whole sequences."""
-    attention = ContextAttention(axis, has_sinks=has_sinks(model.config.get_text_config()))
+    attention = ContextAttention(axis, is_written_out=written_out_for(model.config.get_text_config()) is not None)
     # One name a group: a process may hold models of several layouts, as tests do.
     name = f"context_parallel_{axis.get_group().group_name}"
     AttentionInterface.register(name, attention.forward)
@@ -106,9 +107,9 @@ class ContextAttention:
     Batch shapes: query (batch, heads, own tokens, head size), key and value likewise with their number of heads.
     """
 
-    def __init__(self, axis: DeviceMesh, *, has_sinks: bool = False) -> None:
-        """`has_sinks`: of the model's attention, which no kernel has; it is written out under a mask, then."""
-        self._has_sinks = has_sinks
+    def __init__(self, axis: DeviceMesh, *, is_written_out: bool = False) -> None:
+        """`is_written_out`: where the model's attention has what no kernel has; always under a mask, then."""
+        self._is_written_out = is_written_out
         self._group = axis.get_group()
         self._layout = SequenceLayout(rank=axis.get_local_rank(), size=axis.size())
         self._num_tokens = 0
@@ -157,7 +158,7 @@ class ContextAttention:
         `mask_function` is transformers' rule over positions (causal, sliding window), evaluated at this rank's.
         """
         assert not use_vmap, "a mask that is no rule over positions"
-        if mask_function is causal_mask_function and not self._has_sinks:
+        if mask_function is causal_mask_function and not self._is_written_out:
             return None if self._documents is None else self._own_documents()
         keys = torch.arange(self._num_tokens, device=device)
         queries = self._layout.own_part(keys, dim=0)
@@ -177,18 +178,21 @@ class ContextAttention:
         attention_mask: torch.Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
+        softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention call: (batch, own tokens, heads, value size), and no weights."""
         assert all(kwargs.get(name) is None for name in OTHER_ATTENTION)
-        assert self._has_sinks == (s_aux is not None)
+        assert self._is_written_out or (softcap is None and s_aux is None)
         num_repeats = query.size(1) // key.size(1)
         # Repeated after the exchange: grouped queries' keys and values travel once.
         key, value = (self._whole(tensor).repeat_interleave(num_repeats, dim=1) for tensor in (key, value))
-        if s_aux is not None:
+        if self._is_written_out:
             assert attention_mask is not None
-            output = with_sinks(query, key, value, attention_mask, s_aux, dropout, scaling)
+            output = written_out(
+                query, key, value, attention_mask, cap=softcap, sinks=s_aux, dropout=dropout, scaling=scaling
+            )
         elif attention_mask is None:
             output = self._causal(query, key, value, dropout, scaling)
         elif attention_mask.dtype == torch.int64:
@@ -227,24 +231,32 @@ class ContextAttention:
         return self._layout.in_order(parts, dim=2)
 
 
-def with_sinks(
+def written_out(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     allowed: torch.Tensor,
-    sinks: torch.Tensor,
+    *,
+    cap: float | None,
+    sinks: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
     """(batch, heads, own tokens, size): attention where `allowed` (batch or 1, 1, own tokens, all tokens).
 
-    `sinks`: (heads,), a score a head whose share goes to no token (gpt-oss; Xiao et al., arXiv:2309.17453). The softmax
-    is in the scores' own type, as in the model's code.
+    `cap`: what scores come near at most, as cap x tanh(score / cap) (Gemma 2, arXiv:2408.00118). `sinks`: (heads,), a
+    score a head whose share goes to no token (gpt-oss; Xiao et al., arXiv:2309.17453). The softmax is in float32, with
+    sinks in the scores' own type: as in these models' code.
     """
     scores = query @ key.transpose(2, 3) * (query.size(-1) ** -0.5 if scaling is None else scaling)
+    if cap is not None:
+        scores = (scores / cap).tanh() * cap
     scores = scores.masked_fill(allowed.logical_not(), float("-inf"))
-    shown = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    shares = torch.cat([scores, shown], dim=-1).softmax(dim=-1)[..., : key.size(2)]
+    if sinks is None:
+        shares = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    else:
+        shown = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        shares = torch.cat([scores, shown], dim=-1).softmax(dim=-1)[..., : key.size(2)]
     return F.dropout(shares, dropout) @ value
 
 
