@@ -38,6 +38,17 @@ SHORT_CONTEXT = ("gemma2", "gpt_oss", "olmo3")
 """Caps, sinks, and two types of layers."""
 IN_FLOAT32 = ("gemma2", "gemma3_text", "hy_v3", "vaultgemma")
 """Whose norms, and routers, are in float32 whatever they are given, so that it shows more than in others."""
+OF_PRODUCTS = ("cohere2", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "minimax_m2", "olmo2", "phi3")
+"""Two types of layers, caps, wide norms, shared experts, sinks, scales, norms of all heads, fused matrices."""
+ADAPTED = {
+    "gemma3_text": ["q_proj", "o_proj", "gate_proj", "down_proj"],
+    "glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "o_proj"],
+    "minimax_m2": ["q_proj", "k_proj", "o_proj"],
+    "olmo2": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
+"""By family, what an adapter goes to: of mixtures that are cut, to attention alone."""
 GROUP = 8
 """Families in one launch."""
 Case = tuple[str, bool]
@@ -137,11 +148,26 @@ def test_other_schedules_and_recomputation_are_one_process(tmp_path: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_products_are_one_process(tmp_path: Path) -> None:
-    # Gemma 2's norms are in float32, which `tensor` alone shows in its weights (4e-7).
-    check(("cohere2", "granite", "phi3"), [{"pipeline": 2, "tensor": 2, "data_shard": 2}], tmp_path)
-    both = [{"pipeline": 2, "context": 2}, {"pipeline": 2, "data_shard": 2}]
-    check(("glm4_moe", "gpt_oss", "olmo3"), both, tmp_path)
+@pytest.mark.parametrize(
+    ("families", "layouts"),
+    [
+        pytest.param(OF_PRODUCTS, [{"pipeline": 2, "tensor": 2, "data_shard": 2}], id="all three"),
+        pytest.param(OF_PRODUCTS, [{"context": 2, "data_shard": 2}, {"pipeline": 2, "data_shard": 2}], id="FSDP2"),
+        pytest.param(OF_PRODUCTS, [{"pipeline": 2, "context": 2}], id="stages of sequences"),
+        pytest.param(OF_PRODUCTS, [{"context": 2, "tensor": 2, "data_shard": 2}], id="matrices of sequences"),
+        pytest.param(
+            ("glm4_moe", "gpt_oss", "minimax_m2", "olmoe"),
+            [
+                {"pipeline": 2, "tensor": 2, "expert": 2, "data_shard": 2},
+                {"context": 2, "expert": 2, "data_shard": 2},
+                {"pipeline": 2, "expert": 2, "data_shard": 2},
+            ],
+            id="experts",
+        ),
+    ],
+)
+def test_products_are_one_process(families: tuple[str, ...], layouts: list[dict[str, Any]], tmp_path: Path) -> None:
+    check(families, layouts, tmp_path, tolerance=EXACT)
 
 
 @pytest.mark.slow
@@ -155,20 +181,39 @@ def test_a_job_saved_by_stages_goes_on_without(tmp_path: Path) -> None:
         assert max(worst_relative_error(result, alone), result["weights_error"]) <= TOLERANCE
 
 
+def check_adapters(targets: dict[str, list[str]], layouts: list[dict[str, Any]], folder: Path) -> None:
+    """By family, what has an adapter; the base models are read from files."""
+    ones = []
+    for family, names in targets.items():
+        built = build_model(tiny_job("single", 1, model=model_of(family)), vocab_size=VOCAB_SIZE)
+        built.save_pretrained(folder / family)
+        adapter = {"kind": "lora", "rank": 4, "targets": names}
+        job = {"source": str(folder / family), "adapter": adapter, "precision": "fp64", "micro_batch_size": 4}
+        kept = str(folder / f"{family}.pt")
+        ones.append(RunRequest("single", last_step=STEPS, job=job, is_wide=True, is_packed=True, keep_weights=kept))
+    alone, errors = run(1, ones, SECONDS), {}
+    for layout in layouts:
+        spec = ParallelismSpec.model_validate(layout)
+        changed = {"strategy": strategy_name(spec), "keep_weights": None}
+        asked = [
+            replace(one, job=one.job | {"parallelism": layout}, weights=one.keep_weights, **changed) for one in ones
+        ]
+        for family, result, one in zip(targets, run(spec.world_size, asked, SECONDS), alone, strict=True):
+            errors[family, str(layout)] = max(worst_relative_error(result, one), result["weights_error"])
+    print(", ".join(f"{name} {error:.0e}" for name, error in errors.items()))
+    assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+
+
 @pytest.mark.slow
 def test_adapters_in_stages_are_one_process(tmp_path: Path) -> None:
-    adapters = {"gemma2": ["q_proj", "v_proj"], "phi3": ["qkv_proj"]}
-    jobs = []
-    for family, targets in adapters.items():
-        built = build_model(tiny_job("single", 1, model=model_of(family)), vocab_size=VOCAB_SIZE)
-        built.save_pretrained(tmp_path / family)
-        adapter = {"kind": "lora", "rank": 4, "targets": targets}
-        jobs.append({"source": str(tmp_path / family), "adapter": adapter, "precision": "fp64"})
-    alone = run(1, [RunRequest("single", last_step=STEPS, job=job, is_wide=True) for job in jobs], SECONDS)
-    staged = [job | {"parallelism": {"pipeline": 2}} for job in jobs]
-    results = run(2, [RunRequest("pipeline2", last_step=STEPS, job=job, is_wide=True) for job in staged], SECONDS)
-    errors = [worst_relative_error(*pair) for pair in zip(results, alone, strict=True)]
-    assert max(errors) <= TOLERANCE, errors
+    check_adapters({"gemma2": ["q_proj", "v_proj"], "phi3": ["qkv_proj"]}, [{"pipeline": 2}], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_adapters_in_products_are_one_process(tmp_path: Path) -> None:
+    layouts = [{"pipeline": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2, "tensor": 2}]
+    check_adapters(ADAPTED, [layout | {"data_shard": 2} for layout in layouts], tmp_path)
 
 
 @pytest.mark.parametrize("family", sorted(BLOCKS_IN_TUPLES | {"gpt2", "llama", "opt"}))
