@@ -47,6 +47,17 @@ BERT = {
     **{"model_type": "bert", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
     **{"num_attention_heads": 8, "vocab_size": 1024, "max_position_embeddings": 8192},
 }
+OPT = LLAMA | {"model_type": "opt", "ffn_dim": 1024}
+BART = {
+    **{
+        "model_type": "bart",
+        "d_model": 512,
+        "decoder_layers": 6,
+        "decoder_attention_heads": 8,
+        "decoder_ffn_dim": 1024,
+    },
+    **{"vocab_size": 1024, "max_position_embeddings": 8192, "is_decoder": True},
+}
 LORA = {"kind": "lora"}
 QLORA = {"kind": "qlora"}
 FSDP = {"data_shard": 8}
@@ -94,6 +105,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a pipeline of gemma4": (job_of(LLAMA | {"model_type": "gemma4_text"}, {"pipeline": 2, "data_shard": 4}), "gemma4"),
     "gptj's sequences": (job_of(LLAMA | {"model_type": "gptj"}, {"context": 2, "data_shard": 4}), "context: 2"),
     "persimmon's matrices": (job_of(LLAMA | {"model_type": "persimmon"}, {"tensor": 2, "data_shard": 4}), "tensor: 2"),
+    "skipped blocks": (
+        job_of(OPT | {"layerdrop": 0.1}, FSDP, data={"document_masks": False}),
+        "model.config.layerdrop: 0.1 skips blocks, others on each rank",
+    ),
+    "a decoder's skipped blocks": (
+        job_of(BART | {"decoder_layerdrop": 0.25}, ZERO, data={"document_masks": False}),
+        "model.config.decoder_layerdrop: 0.25 skips blocks",
+    ),
     "zero_bubble recomputed": (
         job_of(LLAMA, ZERO_BUBBLE, training={"activation_checkpointing": "full"}),
         "zero_bubble computes two",
@@ -279,6 +298,12 @@ def resolved(job: JobSpec) -> ResolvedJob:
         activation_checkpointing="none" if stated == "auto" else stated,
         learning_rate=1e-4,
     )
+
+
+def test_blocks_that_replicas_skip_are_no_matter() -> None:
+    written = job_of(OPT | {"layerdrop": 0.1}, {"data_replicate": 8}, data={"document_masks": False})
+    job = parse(JobSpec, written, "job")
+    check_supported(resolved(job), device_type="cuda")
 
 
 @pytest.mark.parametrize("case", CASES)

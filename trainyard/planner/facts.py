@@ -11,7 +11,7 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names
 from trainyard.spec.obstacles import job_obstacles
-from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if
+from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, layer_drop
 
 
 def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
@@ -28,6 +28,7 @@ def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
         router_noise=_share(config.get("router_jitter_noise")),
         norms_heads=any(config.get(name) is True for name in OWN_HEAD_NORMS.values()),
         causal_if=causal_if(model_type, config.get),
+        layer_drop=layer_drop(config.get),
     )
     return facts if shape is None else _with_sizes(facts, config, shape)
 

@@ -153,6 +153,9 @@ MADE_CAUSAL_BY: Mapping[str, tuple[str, object] | None] = {
 """Model types of which transformers (5.23) has a class for causal language models whose tokens see later ones all the
 same, unless a field has this value; None: always."""
 
+LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
+"""Fields with the share of a model's blocks that are skipped in a pass of training, drawn on each rank by itself."""
+
 TWO_STAGES = frozenset({"interleaved_1f1b", "zero_bubble"})
 """Pipeline schedules in which a rank has two stages."""
 
@@ -204,6 +207,17 @@ class ModelFacts:
     """Of latent attention, whether queries come through a latent as well (q_lora_rank); None: it has none at all."""
     causal_if: str | None = None
     """What would keep tokens from seeing later ones, which they do; None: they don't."""
+    layer_drop: str | None = None
+    """A field of LAYER_DROPS with its value; None: every block is computed in every pass."""
+
+
+def layer_drop(stated: Callable[[str], Any]) -> str | None:
+    """See ModelFacts. `stated`: the configuration's value of a field, None where it says nothing."""
+    for name in LAYER_DROPS:
+        share = stated(name)
+        if isinstance(share, int | float) and share > 0:
+            return f"{name}: {share:g}"
+    return None
 
 
 def causal_if(model_type: str | None, stated: Callable[[str], Any]) -> str | None:
