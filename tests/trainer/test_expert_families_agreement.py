@@ -78,3 +78,11 @@ def test_so_they_do_where_experts_are_on_different_ranks(model_type: str) -> Non
     assert found.static is not None and abs(found.static) < STATIC
     assert abs(found.activations) < SPREAD_ACTIVATIONS
     assert found.planned["buffers"] == pytest.approx(found.traced["buffers"], rel=STATIC)
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m2", pytest.param("olmoe", marks=pytest.mark.slow)])
+def test_so_they_do_where_ranks_share_a_norm_of_all_heads(model_type: str) -> None:
+    """Which they write out in float32, where one rank's is a kernel that keeps its input alone."""
+    found = _agreement(model_type, "none", {"tensor": 2, "data_shard": 4})
+    assert found.static is not None and abs(found.static) < STATIC
+    assert abs(found.activations) < SPREAD_ACTIVATIONS

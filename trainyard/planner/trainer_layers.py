@@ -402,7 +402,9 @@ class TrainerLayers:
             return 4 if self.inner_norm == "layer_fp32" else self.element
         if self.is_frozen:
             return 4
-        return 4 + (4 if self.shape.norm in ("rms_fp32", "rms_wide") else self.element)
+        # Ranks that share all heads' norm write it out, whatever the family's code, as OLMo 2's.
+        is_wide = self.shape.norm in ("rms_fp32", "rms_wide") or (self.shape.qk_norm_whole and self.layout.tensor > 1)
+        return 4 + (4 if is_wide else self.element)
 
     @property
     def scored_products_bytes(self) -> float:
