@@ -64,6 +64,11 @@ def micro_batches_in_flight(layout: Layout, rank: int) -> float:
     return min(ranks - rank, count)
 
 
+def num_stages(layout: Layout) -> int:
+    """Stages of a rank of our trainer's pipeline."""
+    return 2 if layout.chunks > 1 or layout.schedule == "zero_bubble" else 1
+
+
 def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
     """What the rank at one place along the trainer's pipeline holds: one stage, or two of twice as many.
 

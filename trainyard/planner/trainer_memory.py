@@ -14,7 +14,14 @@ from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, StageParams, cuts_experts_inside, expert_slots, num_vocabulary_matrices
+from trainyard.planner.stages import (
+    Stage,
+    StageParams,
+    cuts_experts_inside,
+    expert_slots,
+    num_stages,
+    num_vocabulary_matrices,
+)
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
 
 WEIGHING = 3
@@ -77,15 +84,14 @@ def _passes_done(layout: Layout, stage: Stage) -> list[_PassesDone]:
     """Before a rank's first backward pass, after it, and after the first one of its earlier stage, if it has two: of
     these the later one goes back for as many micro-batches as are taken in turn before the earlier one does."""
     ranks, count = layout.pipeline, layout.num_micro_batches
-    is_interleaved = layout.chunks > 1
-    num_stages = 2 if is_interleaved or layout.schedule == "zero_bubble" else 1
-    passes, all_passes = stage.in_flight * num_stages, count * num_stages
-    turn = count // max(count // ranks, 1) if is_interleaved else 1
+    each = num_stages(layout)
+    passes, all_passes = stage.in_flight * each, count * each
+    turn = count // max(count // ranks, 1) if layout.chunks > 1 else 1
     found = []
-    for summed, num_gone in [(0.0, 0), (1.0, 1)] if num_stages == 1 else [(0.0, 0), (0.5, 1), (1.0, turn + 1)]:
+    for summed, num_gone in [(0.0, 0), (1.0, 1)] if each == 1 else [(0.0, 0), (0.5, 1), (1.0, turn + 1)]:
         left, num_losses = all_passes - num_gone, count - min(num_gone, turn)
         if left > 0:
-            found.append(_PassesDone(min(passes, left) / num_stages, summed, left < passes, num_losses > 0))
+            found.append(_PassesDone(min(passes, left) / each, summed, left < passes, num_losses > 0))
     return found
 
 
@@ -205,7 +211,7 @@ class _Step:
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
         # Of other schedules each loss is followed by its own backward pass.
         waiting = (self._stage.in_flight - 1) * self._stage.head * (layout.schedule == "gpipe")
-        masks = math.ceil(self._stage.in_flight) * layers.mask_bytes
+        masks = math.ceil(self._stage.in_flight * num_stages(layout)) * layers.mask_bytes  # each stage makes its own
         return max(sent, 0.0) * layers.whole_hidden_bytes + split + masks + waiting * layers.kept_end_bytes
 
     def _at_loss(self) -> Iterator[Moment]:
@@ -217,9 +223,10 @@ class _Step:
         beside = self._received() + self._kept_experts(self._routed_layers)
         is_again, cast = self._layout.recompute != "none", None
         if is_again:
-            # Autocast's own copies last until the forward pass ends; experts are narrowed without it.
+            # Autocast's own copies last until the forward pass ends; experts are narrowed without it, but batched ones.
             head = layers.head_weight * self._stage.head
-            cast = self._params - self._root - self._experts * self._routed_layers + head
+            experts = self._experts * self._routed_layers * (not self._shape.batches_experts)
+            cast = self._params - self._root - experts + head
             if not layers.loss_is_in_head:
                 yield Moment(held, layers.forward_logits_bytes, self._weights(gathered, cast) + beside)
                 cast = head

@@ -647,6 +647,14 @@ def test_batched_experts_keep_every_tokens_state_as_it_came(recompute: str) -> N
     assert planned == pytest.approx(traced, rel=0.05)
 
 
+def test_batched_experts_are_cast_by_autocast_which_keeps_them_until_the_loss() -> None:
+    """Of few tokens: a third of what moves."""
+    model = SMALL | LLAMA_4 | {"num_hidden_layers": 4, "intermediate_size": 1024, "head_dim": 128, "vocab_size": 16000}
+    training = {"micro_batch_size": 1, "global_batch_size": 16, "activation_checkpointing": "full", "loss": "logits"}
+    planned, traced = _moving(agreement(model, {"data_replicate": 8}, sequence_length=256, **training))
+    assert planned == pytest.approx(traced, rel=0.05)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
 def test_a_frozen_stage_is_put_together_beside_what_it_was_gathered_into(kind: str) -> None:
     """Of large ends nearly twice what stays of them, and what the passes hold is small beside it."""
@@ -705,6 +713,16 @@ def test_what_spread_experts_give_is_kept_in_its_tokens_order_alone() -> None:
     for kind in (None, "qlora"):
         planned, traced = _moving(agreement(WEIGHED_WIDE, SPREAD, adapter=kind, **training))
         assert planned == pytest.approx(traced, rel=0.03), kind
+
+
+def test_every_stage_of_a_rank_makes_its_own_masks() -> None:
+    """Documents' masks of 4,096 tokens: half of them were planned, a tenth of all that moves."""
+    training = {"micro_batch_size": 2, "global_batch_size": 4, "precision": "fp32"}
+    layout = {"pipeline": 2, "pipeline_schedule": "interleaved_1f1b"}
+    model = GPT2 | {"n_layer": 4, "vocab_size": 4000}
+    found = agreement(model, layout, rank=1, sequence_length=4096, activation_checkpointing="selective", **training)
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.05)
 
 
 @pytest.mark.parametrize(
