@@ -734,6 +734,11 @@ class TrainerLayers:
         return found
 
     @property
+    def logits_gradient_bytes(self) -> float:
+        """What comes to whole logits, beside these where something keeps them."""
+        return self.tokens * self.shape.vocab * self.element * (1 + (self.shape.logits == "capped"))
+
+    @property
     def kept_end_bytes(self) -> float:
         """What a pipeline's head and its last norm keep of a micro-batch until its backward pass, but for the norm's
         input: whole logits, which are the stage's result, and what a softmax of no more than one part gave; of a loss

@@ -231,6 +231,13 @@ class _Step:
                 yield Moment(held, layers.forward_logits_bytes, self._weights(gathered, cast) + beside)
                 cast = head
         yield Moment(held, layers.loss_bytes, self._weights(gathered, cast) + beside)
+        if not layers.loss_is_in_head:
+            # Nothing is left of the loss but what comes to the logits; to their weight, whose cast is gone when its
+            # gradient is widened; and to what it read.
+            made, coming = self._adding(layers.head_weight) + layers.whole_hidden_bytes, layers.logits_gradient_bytes
+            if layers.is_autocast:
+                coming, cast = 0.0, 0.0 if is_again else self._params - self._root
+            yield Moment(held + made, coming, self._weights(gathered, cast) + beside)
 
     def _from_loss(self) -> Iterator[Moment]:
         """The loss of a later micro-batch goes back: of the head's gradient, which it has made and keeps, a copy."""
@@ -295,6 +302,7 @@ class _Step:
             factors = max(factors, 2)
         in_block = layers.whole_bytes + above
         in_block += max(layers.product_bytes + layers.reading_bytes, factors * layers.product_bytes)
+        in_block += self._adding(mlp / 3)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
         if layers.is_frozen and self._layout.recompute != "none":
             # Made again: gate and up, or what is activated, and as many tensors on the way to the last product's input.
@@ -384,7 +392,10 @@ class _Step:
             yield Moment(others + whole + above + weighing + run, 0.0, self._weights_and_gradients(number, 0.0, before))
         last = self._experts * self._last_share
         yield self._moment(
-            others + whole + above + self._gating(), self._weights_and_gradients(number, last, before), last, gradients
+            others + whole + above + self._gating() + self._adding(last),
+            self._weights_and_gradients(number, last, before),
+            last,
+            gradients,
         )
         # The product that read the chosen tokens has given its gradients: both are there, with what came to it.
         left = whole - layers.experts_bytes - layers.shared_bytes
@@ -392,6 +403,8 @@ class _Step:
         beside = layers.shared_bytes if self._shape.shared_first else 0.0
         in_block = left + beside + 2 * layers.expert_product_bytes + layers.rows_bytes + read + above
         made = self._experts
+        if not layers.is_autocast:  # else below
+            in_block += self._adding(made * (1 - self._last_share))
         yield self._moment(others + in_block, self._weights_and_gradients(number, made, before), made, gradients)
         if layers.is_autocast and not layers.is_frozen and not self._shape.batches_experts:
             # The gradient of the weight that reads them is widened to its own type.
@@ -570,6 +583,13 @@ class _Step:
         first, unit = layers.norm_input_bytes + norm, self._whole(number)
         first = max(first, layers.last_input_bytes + layers.input_bytes)  # beside the gradient of the residual
         yield self._moment(others + first, self._weights_and_gradients(number, unit, before), unit, gradients)
+
+    def _adding(self, made: float) -> float:
+        """Bytes of a weight's gradient that is about to be added to its sum, where every rank has whole ones: under
+        autocast it is widened first. 0 where it becomes the sum."""
+        if self._layout.method != "full" or not self._is_replicated or self._makes_gradients_once:
+            return 0.0
+        return made * (self._layers.element + 4 if self._layers.is_autocast else self._layers.element)
 
     def _moment(self, activations: float, buffers: float, made: float, gradients: float) -> Moment:
         """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards, and
