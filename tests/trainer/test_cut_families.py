@@ -14,7 +14,7 @@ from torch import nn
 from trainer.models.build import build_model, transformer_blocks
 from trainer.strategies import check_supported
 from trainer.strategies.context_parallel import written_out
-from trainer.strategies.pipeline import BLOCKS_IN_TUPLES
+from trainer.strategies.pipeline import BLOCKS_IN_TUPLES, Stage
 from trainer_testing.cut_families import model_of
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
@@ -32,8 +32,8 @@ ROUNDED = 1e-6
 """Of gradient norms and weights where models compute in float32 what comes of sums in another order."""
 STEPS = 4
 SECONDS = 900
-SHORT = ("gemma2", "gptj", "granite")
-"""Two types of layers and caps; blocks that give tuples; scales on the way in and out."""
+SHORT = ("gemma2", "gptj", "granite", "qwen3_5_text")
+"""Two types of layers and caps; blocks that give tuples; scales on the way in and out; a state along the sequence."""
 SHORT_CONTEXT = ("gemma2", "gpt_oss", "olmo3")
 """Caps, sinks, and two types of layers."""
 IN_FLOAT32 = ("gemma2", "gemma3_text", "hy_v3", "vaultgemma")
@@ -216,16 +216,16 @@ def test_adapters_in_products_are_one_process(tmp_path: Path) -> None:
     check_adapters(ADAPTED, [layout | {"data_shard": 2} for layout in layouts], tmp_path)
 
 
-@pytest.mark.parametrize("family", sorted(BLOCKS_IN_TUPLES | {"gpt2", "llama", "opt"}))
+@pytest.mark.parametrize("family", sorted(BLOCKS_IN_TUPLES.keys() | {"gpt2", "llama", "nemotron_h", "opt"}))
 def test_blocks_give_what_their_stand_ins_give(family: str) -> None:
     """Fails where transformers' blocks of a type come to give something else: then BLOCKS_IN_TUPLES is wrong."""
     job = tiny_job("single", 1, model=model_of(family), document_masks=False)
     model = build_model(job, vocab_size=VOCAB_SIZE)
-    given: list[bool] = []
+    given: list[int] = []
     for block in transformer_blocks(model):
-        block.register_forward_hook(lambda _, __, output: given.append(isinstance(output, tuple)))
+        block.register_forward_hook(lambda _, __, output: given.append(len(output) if isinstance(output, tuple) else 0))
     model(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
-    assert given and set(given) == {family in BLOCKS_IN_TUPLES}
+    assert given and set(given) == {BLOCKS_IN_TUPLES.get(family, 0)}
 
 
 class _Heads(nn.Module):
@@ -268,11 +268,54 @@ def test_attention_that_is_written_out_is_that_of_transformers(kind: str) -> Non
         ("bloom", "context"),
         ("falcon", "context"),
         ("gptj", "context"),
-        ("mamba", "pipeline"),
         ("mamba", "context"),
+        ("qwen3_5_text", "context"),
+        ("zamba", "pipeline"),
     ],
 )
 def test_what_is_not_let_in_is_refused(family: str, degree: str) -> None:
     job = tiny_job("refused", 2, model=model_of(family), parallelism={degree: 2}, document_masks=False)
     with pytest.raises(InputError, match=rf"^parallelism\.{degree}: 2.*{family}"):
         check_supported(job, device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "told"),
+    [
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: 8"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2"),
+        ("gemma4_unified_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}, "indexer_types: shared"),
+    ],
+)
+def test_layers_that_need_more_of_each_other_are_not_cut(family: str, setting: dict[str, Any], told: str) -> None:
+    """Its twin without the setting is."""
+    model = model_of(family)
+    job = tiny_job("pipeline2", 2, model=model, parallelism={"pipeline": 2}, document_masks=False)
+    check_supported(job, device_type="cpu")
+    job = tiny_job("refused", 2, model=model | setting, parallelism={"pipeline": 2}, document_masks=False)
+    with pytest.raises(
+        InputError, match=rf"^parallelism\.pipeline: 2: layers of {family} with {told} .*use data_shard$"
+    ):
+        check_supported(job, device_type="cpu")
+
+
+def test_a_residual_stream_in_float32_goes_on_so() -> None:
+    """By what a block does, not by its configuration: Nemotron-H has the field, and no code for it."""
+    kinds = {}
+    for family in ("mamba", "falcon_mamba", "nemotron_h", "qwen3_5_text"):
+        model = model_of(family) | ({} if family == "qwen3_5_text" else {"residual_in_fp32": True})
+        built = build_model(tiny_job("single", 1, model=model, document_masks=False), vocab_size=VOCAB_SIZE)
+        kinds[family] = Stage(built, 0, 2).handed_type(torch.bfloat16)
+    wide = dict.fromkeys(("mamba", "falcon_mamba"), torch.float32)
+    assert kinds == wide | dict.fromkeys(("nemotron_h", "qwen3_5_text"), torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_a_residual_stream_in_float32_is_cut_as_it_is() -> None:
+    """In bf16: of float32's digits a stage loses none, so that all is as FSDP computes it, bit by bit."""
+    job = {"model": model_of("mamba"), "precision": "bf16", "document_masks": False, "micro_batch_size": 4}
+    layouts: dict[str, dict[str, Any]] = {"fsdp": {"data_shard": 2}, "pipeline2": {"pipeline": 2}}
+    asked = [RunRequest(name, last_step=1, job=job | {"parallelism": layout}) for name, layout in layouts.items()]
+    sharded, staged = run(2, asked, SECONDS)
+    assert staged["loss"] == pytest.approx(sharded["loss"], rel=1e-9)

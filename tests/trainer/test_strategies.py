@@ -16,7 +16,7 @@ from trainer_testing.tiny import GLOBAL_BATCH, MODEL, VOCAB_SIZE, global_targets
 from trainyard.errors import InputError
 from trainyard.planner.reading import required_shape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
-from trainyard.spec.support import pipeline_obstacle
+from trainyard.spec.support import ModelFacts, pipeline_obstacle
 
 STEPS = 6
 HALF = 4
@@ -191,7 +191,7 @@ def test_a_saved_model_is_read_back(tmp_path: Path) -> None:
 def test_interleaved_stages_take_rounds_of_equal_size(count: int, fits: bool) -> None:
     """As torch has it: a round for every two micro-batches on two ranks, rounded down, and none larger than another."""
     layout = ParallelismSpec(pipeline=2, pipeline_schedule="interleaved_1f1b")
-    refusal = pipeline_obstacle("llama", 4, layout, num_micro_batches=count, recompute="none")
+    refusal = pipeline_obstacle(ModelFacts("llama", 4), layout, num_micro_batches=count, recompute="none")
     if fits:
         assert refusal is None
         return

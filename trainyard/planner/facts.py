@@ -11,7 +11,7 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names
 from trainyard.spec.obstacles import job_obstacles
-from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, layer_drop
+from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, handed_along, layer_drop
 
 
 def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
@@ -27,6 +27,7 @@ def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
         balances_router=bool(config.get("output_router_logits", False)),
         router_noise=_share(config.get("router_jitter_noise")),
         norms_heads=any(config.get(name) is True for name in OWN_HEAD_NORMS.values()),
+        handed_along=handed_along(model_type, config.get),
         causal_if=causal_if(model_type, config.get),
         layer_drop=layer_drop(config.get),
     )

@@ -407,11 +407,7 @@ def _product_obstacles(
         if adapter is not None and model.model_type in EXPERT_TENSOR_FAMILIES:
             found.append(_cut_mixture_obstacle(adapter, layout.tensor, model.model_type))
     if layout.pipeline > 1:
-        found.append(
-            pipeline_obstacle(
-                model.model_type, model.num_layers, layout, num_micro_batches=num_micro_batches, recompute=recompute
-            )
-        )
+        found.append(pipeline_obstacle(model, layout, num_micro_batches=num_micro_batches, recompute=recompute))
     if layout.context > 1:
         length, attention = job.data.sequence_length, job.model.attention
         found.append(context_obstacle(model.model_type, layout.context, sequence_length=length, attention=attention))

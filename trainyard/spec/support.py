@@ -18,8 +18,22 @@ TENSOR_FAMILIES = frozenset(
 )
 """Model types whose matrices are cut in the parity suite: what is proposed to a person is of these."""
 
-PIPELINE_FAMILIES = TENSOR_FAMILIES | frozenset(
+STAGE_FAMILIES = frozenset(
     {
+        *("afmoe", "axk2", "bailing_hybrid", "bamba", "deepseek_v32", "doge", "dots3_note_text", "falcon_h1"),
+        *("falcon_mamba", "flint", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "granite_swa"),
+        *("granitemoe_swa", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+        *("llama4_text", "mamba", "mamba2", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "nemotron_h"),
+        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma"),
+    }
+)
+"""Model types with layers that carry a state along the sequence (state spaces, linear attention, convolutions), choose
+tokens, or are of other new kinds: a stage has each sequence whole, so that it may have any of them."""
+
+PIPELINE_FAMILIES = (
+    TENSOR_FAMILIES
+    | STAGE_FAMILIES
+    | {
         *("apertus", "arcee", "aria_text", "axk1", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe"),
         *("cwm", "dbrx", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon"),
         *("flex_olmo", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
@@ -33,13 +47,21 @@ PIPELINE_FAMILIES = TENSOR_FAMILIES | frozenset(
 """Models whose blocks hand one tensor of hidden states from each to the next, and nothing else that depends on tokens,
 so that a forward pass may be interrupted between any two. Each is tried at two ranks (`test_cut_families`)."""
 
-CONTEXT_FAMILIES = PIPELINE_FAMILIES - {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"}
+CONTEXT_FAMILIES = (PIPELINE_FAMILIES - STAGE_FAMILIES) - {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"}
 """Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tried as
 above).
 
 A state-space or convolution layer would silently see a cut sequence, so others are refused; those that are left out
 here write their attention out themselves.
 """
+
+HANDED_ALONG: Mapping[str, Mapping[str, int]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "glm_moe_dsa": {"indexer_types": 0},
+}
+"""Model type -> fields by which layers have more than hidden states from those before (parts of the embedding, keys and
+values, chosen tokens), and what transformers (5.23) takes where nothing is stated; 0: each layer has its own."""
 
 OTHER_TENSOR_FAMILIES = frozenset(
     {
@@ -205,6 +227,8 @@ class ModelFacts:
     """A field of OWN_HEAD_NORMS: queries and keys are normalized, in its model type by weights of each head's own."""
     has_query_latent: bool | None = None
     """Of latent attention, whether queries come through a latent as well (q_lora_rank); None: it has none at all."""
+    handed_along: str | None = None
+    """The setting of HANDED_ALONG by which layers need more of each other than hidden states; None: there is none."""
     causal_if: str | None = None
     """What would keep tokens from seeing later ones, which they do; None: they don't."""
     layer_drop: str | None = None
@@ -235,21 +259,45 @@ def causal_if(model_type: str | None, stated: Callable[[str], Any]) -> str | Non
     return None if stated(name) == value else f"set {name}: {written} in its configuration, or use another model"
 
 
+def handed_along(model_type: str | None, stated: Callable[[str, Any], Any]) -> str | None:
+    """See ModelFacts. `stated`: the configuration's value of a field, its second argument where it says nothing."""
+    for name, usual in HANDED_ALONG.get(model_type or "", {}).items():
+        value = stated(name, usual)
+        if isinstance(value, list | tuple):  # a word a layer
+            value = "shared" if "shared" in value else None
+        if value:
+            return f"{name}: {value}"
+    return None
+
+
 def _listed(families: frozenset[str]) -> str:
     """Where a refused person finds them: dozens of names are no line that anybody reads."""
     return f"one of the {len(families)} model types that docs/support.md lists for it"
 
 
+def _uncut(model: ModelFacts) -> str | None:
+    """Why the model is not cut into stages, however many."""
+    if model.model_type not in PIPELINE_FAMILIES:
+        return (
+            f"{model.model_type} is not cut into stages by this trainer; set it to 1 and use data_shard, or take"
+            f" {_listed(PIPELINE_FAMILIES)}"
+        )
+    if model.handed_along is not None:
+        return (
+            f"layers of {model.model_type} with {model.handed_along} need more of each other than hidden states, which"
+            " are all that stages hand on; set it to 1 and use data_shard"
+        )
+    return None
+
+
 def pipeline_obstacle(
-    model_type: str, num_layers: int | None, layout: ParallelismSpec, *, num_micro_batches: int, recompute: str
+    model: ModelFacts, layout: ParallelismSpec, *, num_micro_batches: int, recompute: str
 ) -> str | None:
     """Why a model and a batch can't go through the layout's pipeline (of more than one stage)."""
     asked, schedule = f"parallelism.pipeline: {layout.pipeline}", layout.pipeline_schedule
-    if model_type not in PIPELINE_FAMILIES:
-        return (
-            f"{asked}: {model_type} is not cut into stages by this trainer;"
-            f" set it to 1 and use data_shard, or take {_listed(PIPELINE_FAMILIES)}"
-        )
+    if (reason := _uncut(model)) is not None:
+        return f"{asked}: {reason}"
+    num_layers = model.num_layers
     num_stages = layout.pipeline * (2 if schedule in TWO_STAGES else 1)
     if num_layers is not None and num_layers < num_stages:
         return (

@@ -26,6 +26,7 @@ from trainyard.spec.support import (
     OTHER_TENSOR_FAMILIES,
     PIPELINE_FAMILIES,
     ROUTER_FAMILIES,
+    STAGE_FAMILIES,
     TENSOR_FAMILIES,
 )
 
@@ -176,6 +177,7 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
             return f"refused ({reasons.index(reason_of(case, refusals[case])) + 1})"
         return f"{errors[case]:.0e}"
 
+    both = PIPELINE_FAMILIES - STAGE_FAMILIES
     lines = [
         "# Models and engines",
         "",
@@ -204,8 +206,13 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         f"{', '.join(sorted(ROUTER_FAMILIES))}.",
         "",
         "`pipeline` also takes, each held against one process in float64 at 2 ranks (`pytest -m full",
-        f"tests/trainer/test_cut_families.py`): {', '.join(sorted(PIPELINE_FAMILIES - TENSOR_FAMILIES))}.",
-        f"So does `context`, but for {', '.join(sorted(PIPELINE_FAMILIES - CONTEXT_FAMILIES))}.",
+        f"tests/trainer/test_cut_families.py`): {', '.join(sorted(both - TENSOR_FAMILIES))}.",
+        f"So does `context`, but for {', '.join(sorted(both - CONTEXT_FAMILIES))}.",
+        "",
+        "`pipeline`, and not `context`, takes as well, held likewise, those whose layers carry a state along the",
+        f"sequence, choose tokens or are of other new kinds: {', '.join(sorted(STAGE_FAMILIES))}.",
+        "Settings by which layers need more of each other than hidden states are refused (Gemma 4's shared keys and",
+        "values and its inputs of each layer, shared indexers of glm_moe_dsa).",
         "",
         "Of these families' products `expert` with FSDP2 is held so and, of the mixtures that `tensor` takes, with",
         "both. Others, adapters in them, and other schedules than 1f1b are held with ten",

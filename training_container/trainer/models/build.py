@@ -183,10 +183,14 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def path_to_blocks(model: nn.Module) -> str:
-    """The name in `model` of the list that holds its `transformer_blocks`, one after the other."""
+    """The name in `model` of the list whose entries are its `transformer_blocks`, or have one each (Mamba's)."""
     blocks = transformer_blocks(model)
     found: str = next(
-        name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and [*each] == blocks
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, nn.ModuleList)
+        and len(each) == len(blocks)
+        and all(any(part is block for part in entry.modules()) for entry, block in zip(each, blocks, strict=True))
     )
     return found
 

@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 from trainer.models.configuration import configuration_of, differs_by_layer, size_of, states_positions
 from trainyard.spec.job import ResolvedJob
-from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, layer_drop
+from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, handed_along, layer_drop
 
 
 def facts_of(job: ResolvedJob) -> ModelFacts:
@@ -29,6 +29,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
         norms_heads=any(getattr(config, name, None) is True for name in OWN_HEAD_NORMS.values()),
         has_query_latent=size_of(config, "q_lora_rank") is not None if size_of(config, "kv_lora_rank") else None,
+        handed_along=handed_along(config.model_type, lambda name, usual: getattr(config, name, usual)),
         causal_if=causal_if(config.model_type, lambda name: getattr(config, name, None)),
         layer_drop=layer_drop(lambda name: getattr(config, name, None)),
     )

@@ -93,9 +93,9 @@ def shard_weights(
     """
     settings, policy = job.parallelism.fsdp, precision_policy(job.spec.training.precision)
     is_dropped = reshards_after_forward(settings, keep_gathered=keep_gathered)
-    # Mamba's residual stream has seven digits in one process and under DDP, too.
-    keeps_wide = getattr(getattr(root, "config", None), "residual_in_fp32", False)
-    of_blocks = dataclasses.replace(policy, cast_forward_inputs=False) if keeps_wide else policy
+    # Mamba's residual stream has seven digits in one process and under DDP, too; a stage is given it.
+    if getattr(getattr(root, "config", None), "residual_in_fp32", False):
+        policy = dataclasses.replace(policy, cast_forward_inputs=False)
     units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
     placements = {weight: placement_of(weight, mesh.size(-1)) for weight in root.parameters()}
     ignored = left | left_as_they_are(root, mesh, policy)
@@ -103,7 +103,7 @@ def shard_weights(
         shard(
             unit,
             mesh=mesh,
-            mp_policy=of_blocks,
+            mp_policy=policy,
             reshard_after_forward=is_dropped,
             shard_placement_fn=placements.get,
             ignored_params=ignored,

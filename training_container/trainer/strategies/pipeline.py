@@ -8,7 +8,7 @@ OPT adds positions) is done once, at the ends. The schedules are torch.distribut
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -58,14 +58,19 @@ class Absent(nn.Module):
 class AbsentBlock(Absent):
     """Stands where another stage's block was, and gives what that gave."""
 
-    def __init__(self, *, in_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, *, num_given: int) -> None:
+        """`num_given`: how many things `block` gives in a tuple; 0 where hidden states are all, and in none."""
         super().__init__()
-        self._in_tuple = in_tuple
+        self._num_given = num_given
+        # A model's code may choose a block's mask by what the block says of itself (Nemotron-H's, its kind).
+        for name, value in vars(block).items():
+            if isinstance(value, str | int | float) and not name.startswith("_") and name not in vars(self):
+                setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden states, which are the first argument; alone, or as the first of several things."""
         hidden = super().forward(*args, **kwargs)
-        return (hidden,) if self._in_tuple else hidden
+        return (hidden, *[None] * (self._num_given - 1)) if self._num_given else hidden
 
 
 class Entrance(AbsentBlock):
@@ -106,8 +111,11 @@ class NoPositions(nn.Module):
         return torch.zeros((), device=next(iter((*args, *kwargs.values()))).device)
 
 
-BLOCKS_IN_TUPLES = frozenset({"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"})
-"""Model types (transformers 5.23) whose blocks give their hidden states as the first of several things."""
+BLOCKS_IN_TUPLES: Mapping[str, int] = {
+    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), 2),
+    **{"bamba": 2, "falcon_h1": 1, "glm_moe_dsa": 2},
+}
+"""Model types (transformers 5.23) whose blocks give their hidden states as the first of so many things."""
 
 _ENDS: dict[str, frozenset[str]] = {"opt": frozenset({"final_layer_norm", "project_out"})}
 """By model type, modules that come after the blocks, though the class has them before."""
@@ -156,6 +164,9 @@ class Stage(nn.Module):
         self.is_tied = False
         self.blocks: list[nn.Module] = []
         self.model = self._part(model, num_stages)
+        self.config = model.config
+        # Read off a block: of other models' configurations some have the field, and nothing that asks for it.
+        self.is_wide = any(getattr(module, "residual_in_fp32", False) for module in model.modules())
         self._entrance = next((module for module in self.modules() if isinstance(module, Entrance)), None)
         self._exit = next((module for module in self.modules() if isinstance(module, Exit)), None)
 
@@ -188,6 +199,11 @@ class Stage(nn.Module):
         assert end.hidden is not None
         # What is sent on is detached in place once it is used up, which torch does not allow for a view.
         return end.hidden.clone() if end.hidden._is_view() else end.hidden
+
+    def handed_type(self, computed: torch.dtype) -> torch.dtype:
+        """Of the hidden states between stages, where matrices compute in `computed`: a residual stream may be kept in
+        float32 (Mamba's)."""
+        return torch.promote_types(computed, torch.float32) if self.is_wide else computed
 
     def _part(self, model: PreTrainedModel, num_stages: int) -> PreTrainedModel:
         outline = _Outline.of(model)
@@ -222,7 +238,7 @@ class Stage(nn.Module):
         for number in range(len(layers)):
             if not begin <= number < end:
                 kind = {begin - 1: Entrance, end: Exit}.get(number, AbsentBlock)
-                layers[number] = kind(in_tuple=model_type in BLOCKS_IN_TUPLES)
+                layers[number] = kind(layers[number], num_given=BLOCKS_IN_TUPLES.get(model_type, 0))
 
     @staticmethod
     def _own_tied_weight(part: PreTrainedModel, embedding: nn.Module, head: nn.Module) -> None:
@@ -363,7 +379,8 @@ def timed_stage(
     config = stage.model.config.get_text_config()
     shape = (job.micro_batch_size, job.spec.data.sequence_length // job.parallelism.context)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    hidden = torch.empty((*shape, config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
+    handed = stage.handed_type(dtype)
+    hidden = torch.empty((*shape, config.hidden_size), dtype=handed, device="meta", requires_grad=True)
     loss_dtype = torch.promote_types(dtype, torch.float32)
     result = (
         torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
@@ -431,6 +448,6 @@ def _receive(
     stage: Stage, tokens: torch.Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     size = stage.model.config.get_text_config().hidden_size
-    hidden = torch.empty((*tokens.shape, size), dtype=dtype, device=tokens.device)
+    hidden = torch.empty((*tokens.shape, size), dtype=stage.handed_type(dtype), device=tokens.device)
     dist.recv(hidden, group=group, group_src=source)
     return hidden
