@@ -139,7 +139,7 @@ def test_every_further_family_is_one_process(families: tuple[str, ...], tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_other_schedules_and_recomputation_are_one_process(tmp_path: Path) -> None:
-    families = ("gemma2", "glm4_moe", "gptj", "granite", "olmo3")
+    families = ("gemma2", "glm4_moe", "gptj", "granite", "mamba", "nemotron_h", "olmo3", "qwen3_5_moe_text")
     schedules = [{"pipeline": 2, "pipeline_schedule": one} for one in ("gpipe", "interleaved_1f1b", "zero_bubble")]
     check(families, schedules, tmp_path)
     check(families, [{"pipeline": 2}], tmp_path, activation_checkpointing="full")
@@ -164,6 +164,11 @@ def test_other_schedules_and_recomputation_are_one_process(tmp_path: Path) -> No
             ],
             id="experts",
         ),
+        pytest.param(
+            ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_next"),
+            [{"pipeline": 2, "data_shard": 2, "expert": 2}],
+            id="hybrids",
+        ),
     ],
 )
 def test_products_are_one_process(families: tuple[str, ...], layouts: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -185,12 +190,15 @@ def check_adapters(targets: dict[str, list[str]], layouts: list[dict[str, Any]],
     """By family, what has an adapter; the base models are read from files."""
     ones = []
     for family, names in targets.items():
-        built = build_model(tiny_job("single", 1, model=model_of(family)), vocab_size=VOCAB_SIZE)
+        has_masks = family in DOCUMENT_FAMILIES
+        masks = {"document_masks": has_masks}
+        built = build_model(tiny_job("single", 1, model=model_of(family), **masks), vocab_size=VOCAB_SIZE)
         built.save_pretrained(folder / family)
         adapter = {"kind": "lora", "rank": 4, "targets": names}
-        job = {"source": str(folder / family), "adapter": adapter, "precision": "fp64", "micro_batch_size": 4}
+        job = {"source": str(folder / family), "adapter": adapter, "precision": "fp64", "micro_batch_size": 4} | masks
         kept = str(folder / f"{family}.pt")
-        ones.append(RunRequest("single", last_step=STEPS, job=job, is_wide=True, is_packed=True, keep_weights=kept))
+        one = RunRequest("single", last_step=STEPS, job=job, is_wide=True, is_packed=has_masks, keep_weights=kept)
+        ones.append(one)
     alone, errors = run(1, ones, SECONDS), {}
     for layout in layouts:
         spec = ParallelismSpec.model_validate(layout)
@@ -206,7 +214,8 @@ def check_adapters(targets: dict[str, list[str]], layouts: list[dict[str, Any]],
 
 @pytest.mark.slow
 def test_adapters_in_stages_are_one_process(tmp_path: Path) -> None:
-    check_adapters({"gemma2": ["q_proj", "v_proj"], "phi3": ["qkv_proj"]}, [{"pipeline": 2}], tmp_path)
+    adapters = {"gemma2": ["q_proj", "v_proj"], "phi3": ["qkv_proj"], "qwen3_5_text": ["q_proj", "in_proj_qkv"]}
+    check_adapters(adapters, [{"pipeline": 2}], tmp_path)
 
 
 @pytest.mark.full
