@@ -1,5 +1,6 @@
 """Families with gated delta rules: parameter counts equal those of the real models."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ from transformers import AutoConfig
 from trainyard.errors import InputError
 from trainyard.planner.delta_families import DELTA_READERS
 from trainyard.planner.families import shape_from_config, shape_of_known
+from trainyard.planner.layout import Layout
+from trainyard.planner.stages import part_of, stage_at, stage_params
 
 Counted = Callable[[dict[str, Any]], int]
 
@@ -64,7 +67,20 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(model_type: str, 
     shape = shape_from_config(config)
     assert shape.params == real_parameters(config)
     real = AutoConfig.for_model(model_type).get_text_config()
-    assert shape.delta_layers == real.layer_types.count("linear_attention")
+    kinds = real.layer_types
+    assert shape.delta_places == tuple(place for place, kind in enumerate(kinds) if kind == "linear_attention")
+    assert shape.delta_layers == len(shape.delta_places)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("qwen3_5_text", [2, 2]), ("qwen3_next-listed", [1, 2])])
+def test_stages_have_a_models_parameters_between_them(name: str, counts: list[int]) -> None:
+    shape = dataclasses.replace(shape_from_config(_small(name)), tied_embeddings=False)
+    layout = Layout(library="trainyard", engine="torch", pipeline=2, schedule="1f1b", num_micro_batches=8)
+    stages = [stage_at(shape, layout, place) for place in range(2)]
+    assert [stage.delta_layers for stage in stages] == counts
+    found = [stage_params(part_of(shape, layout, stage), layout, stage).total for stage in stages]
+    final_norm = shape.final_norm * shape.norm_params  # which no stage is reckoned to have
+    assert sum(found) == pytest.approx(shape.params - final_norm, rel=1e-6)
 
 
 def test_a_known_one_has_its_published_size() -> None:

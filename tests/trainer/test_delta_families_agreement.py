@@ -52,3 +52,13 @@ def test_so_they_do_with_adapters(adapter: str) -> None:
 def test_attention_alone_has_a_gate() -> None:
     found = agreement(DELTA | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 3}, SHARDED)
     assert abs(found.activations) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stages_have_the_layers_that_they_have(rank: int) -> None:
+    """Of four layers the last has attention: planned as a mean of all the first stage was a fourteenth too small."""
+    model = DELTA | {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
+    found = agreement(model, {"pipeline": 2}, rank=rank)
+    assert found.static is not None and abs(found.static) < 0.005
+    assert sum(found.planned.values()) == pytest.approx(sum(found.traced.values()), rel=0.02)

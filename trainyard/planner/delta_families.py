@@ -46,20 +46,20 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 }
 
 
-def _delta_layers(config: Config, layers: int) -> int:
+def _delta_places(config: Config, layers: int) -> tuple[int, ...]:
     """As listed, else all but each fourth, or each `full_attention_interval`-th."""
     kinds = listed(config, "layer_types")
     if kinds is None:
         every = number(config, 4, "full_attention_interval")
         if every < 1:
             raise InputError("model.config.full_attention_interval: must be at least 1 (given: 0)")
-        return layers - layers // every
+        return tuple(place for place in range(layers) if (place + 1) % every)
     if len(kinds) != layers or set(map(str, kinds)) - {"linear_attention", "full_attention"}:
         raise InputError(
             "model.config.layer_types: must be a list of linear_attention and full_attention, one for each of "
             f"{layers} layers"
         )
-    return kinds.count("linear_attention")
+    return tuple(place for place, kind in enumerate(kinds) if str(kind) == "linear_attention")
 
 
 def _delta_sizes(config: Config) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def _qwen(config: Config) -> ModelShape:
     is_dense = not defaults["num_experts"]
     experts = 0 if is_dense else number(stated, defaults["num_experts"], "num_experts")
     is_next = model_type == "qwen3_next"
+    places = _delta_places(stated, sizes["layers"])
     return ModelShape(
         **sizes,
         **_delta_sizes(stated),
@@ -102,7 +103,8 @@ def _qwen(config: Config) -> ModelShape:
         qk_norm_per_head=True,
         copies_attention=True,
         attention_gate=True,
-        delta_layers=_delta_layers(stated, sizes["layers"]),
+        delta_layers=len(places),
+        delta_places=places,
         delta_inputs=2 if is_next else 4,
         experts=experts,
         experts_per_token=number(stated, defaults["num_experts_per_tok"], "num_experts_per_tok") if experts else 0,

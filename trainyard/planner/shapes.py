@@ -142,6 +142,8 @@ class ModelShape:
     """Every layer also attends to the encoder's output."""
     delta_layers: int = 0
     """Layers whose attention is a gated delta rule (Qwen3-Next): a state of fixed size, no scores."""
+    delta_places: tuple[int, ...] = ()
+    """Which of a model's layers these are, from 0; none: as many in every part of a model."""
     delta_key_heads: int = 0
     """Of queries, and as many of keys."""
     delta_value_heads: int = 0

@@ -22,6 +22,8 @@ class Stage:
     """Micro-batches whose activations it holds at its peak, as full passes through its layers."""
     dense_layers: int = 0
     """Of a mixture, in our own trainer's pipeline: its layers without experts, which are a model's first."""
+    delta_layers: int = 0
+    """There too, of a model that says which of its layers have a delta rule: how many of these."""
 
 
 def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
@@ -40,10 +42,11 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
 
 def _kinds(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight."""
-    found: dict[tuple[int, int, bool, bool], Stage] = {}
+    found: dict[tuple[int, int, int, bool, bool], Stage] = {}
     for place in range(layout.pipeline):
         stage = stage_at(shape, layout, place)
-        found.setdefault((stage.layers, stage.dense_layers, stage.embedding, stage.head), stage)
+        held = (stage.layers, stage.dense_layers, stage.delta_layers, stage.embedding, stage.head)
+        found.setdefault(held, stage)
     return tuple(found.values())
 
 
@@ -82,17 +85,25 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
     bounds = [(index * shape.layers // count, (index + 1) * shape.layers // count) for index in mine]
     layers = sum(end - begin for begin, end in bounds)
     dense = sum(max(min(end, shape.dense_layers) - begin, 0) for begin, end in bounds)
-    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place), dense)
+    deltas = sum(begin <= layer < end for begin, end in bounds for layer in shape.delta_places)
+    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place), dense, deltas)
 
 
 def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
-    """A mixture's layers on a stage of our own trainer's pipeline, as a model of their own, so that what is reckoned by
-    a mean layer is of these: its first layers have no experts. Any other shape as it is."""
+    """What layers of several kinds are on a stage of our own trainer's pipeline, as a model of their own, so that what
+    is reckoned by a mean layer is of these: first layers without experts, delta rules. Any other shape as it is."""
     is_cut = layout.library == "trainyard" and layout.pipeline > 1 and stage.layers > 0
-    if not is_cut or not shape.dense_layers or shape.is_hybrid or shape.delta_layers:
+    has_kinds = shape.delta_places or (shape.dense_layers and not shape.delta_layers)
+    if not is_cut or not has_kinds or shape.is_hybrid:
         return shape
     windowed = round(shape.windowed_layers * stage.layers / shape.layers)
-    return replace(shape, layers=stage.layers, dense_layers=stage.dense_layers, windowed_layers=windowed)
+    return replace(
+        shape,
+        layers=stage.layers,
+        dense_layers=stage.dense_layers,
+        delta_layers=stage.delta_layers,
+        windowed_layers=windowed,
+    )
 
 
 @dataclass(frozen=True)
