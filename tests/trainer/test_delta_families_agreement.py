@@ -62,3 +62,16 @@ def test_stages_have_the_layers_that_they_have(rank: int) -> None:
     found = agreement(model, {"pipeline": 2}, rank=rank)
     assert found.static is not None and abs(found.static) < 0.005
     assert sum(found.planned.values()) == pytest.approx(sum(found.traced.values()), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [{"model_type": "qwen3_5_text"}, {"model_type": "qwen3_next", **ROUTED}],
+    ids=lambda model: model["model_type"],
+)
+def test_tensor_ranks_have_their_heads_of_a_delta_rule(model: dict[str, Any]) -> None:
+    """And the convolution whole, as well as Qwen3.5's fused matrix."""
+    found = agreement(DELTA | model | DELTAS_FIRST, {"tensor": 2}, rank=0)
+    assert found.static is not None and abs(found.static) < 0.001
+    assert sum(found.planned.values()) == pytest.approx(sum(found.traced.values()), rel=0.05)

@@ -202,6 +202,7 @@ def test_experts_of_another_kind_are_refused_with_the_reason(family: str) -> Non
         ("glm4_moe_lite", {"moe_intermediate_size": 25}, r"moe_intermediate_size \(25\)"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 1}, r"swa_num_key_value_heads \(1\)"),
         ("gpt_oss", {"num_key_value_heads": 1}, r"num_key_value_heads \(1\)"),
+        ("qwen3_next", {"linear_num_key_heads": 1}, r"linear_num_key_heads \(1\)"),
     ],
 )
 def test_what_tensor_ranks_would_not_share_evenly_is_refused(family: str, changes: dict[str, int], name: str) -> None:

@@ -36,7 +36,7 @@ NEAR, ROUNDED = 1e-7, 1e-6
 """Relative, in float64: of losses and gradient norms, and of each tensor of the weights."""
 EXACT = 1e-10
 """Of all of them, where nothing is float32."""
-IN_FLOAT32 = frozenset({"gemma2", "gemma3_text", "minicpm3", "olmo2", "olmo3", "vaultgemma", "youtu"})
+IN_FLOAT32 = frozenset({"gemma2", "gemma3_text", "minicpm3", "olmo2", "olmo3", "qwen3_5_text", "vaultgemma", "youtu"})
 """Whose code computes in float32, whatever it is given, what ranks sum in another order or what comes of such sums:
 norms, scores. Their weights are as near as that."""
 
@@ -76,8 +76,9 @@ def check_cut(
 
 
 def test_norms_of_all_heads_fused_matrices_and_counted_heads_are_cut_as_one_process_computes(tmp_path: Path) -> None:
-    """OLMo 2's norm sums over ranks, of Phi-3's two matrices each has its columns, StableLM's code counts its heads."""
-    check_cut(("olmo2", "phi3", "stablelm"), tmp_path, {"tensor": 2}, "tensor2")
+    """OLMo 2's norm sums over ranks, of Phi-3's two matrices each has its columns, StableLM's code counts its heads,
+    and of Qwen3.5's convolution each rank has its heads' channels."""
+    check_cut(("olmo2", "phi3", "qwen3_5_text", "stablelm"), tmp_path, {"tensor": 2}, "tensor2")
 
 
 @pytest.mark.full
@@ -89,6 +90,21 @@ def test_families_with_a_plan_are_cut_as_one_process_computes(tmp_path: Path) ->
 def test_what_cut_families_differ_by_is_rounding(tmp_path: Path) -> None:
     """Of what their code computes in float32: without it nothing is left of it."""
     check_cut(sorted(OTHER_TENSOR_FAMILIES), tmp_path, {"tensor": 2}, "tensor2", is_wide=True)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_delta_rule_are_cut_as_one_process_computes(tmp_path: Path) -> None:
+    """Beside its fused matrix, by columns and by rows."""
+    plain = tiny_job("single", 1, model=model_of("qwen3_5_text"), document_masks=False)
+    build_model(plain, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    targets = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]
+    job = {"source": str(tmp_path), "document_masks": False}
+    tolerances = {"lora": ("fp64", NEAR), "qlora": ("fp32", TOLERANCE)}
+    for kind, (precision, tolerance) in tolerances.items():
+        asked = job | {"adapter": {"kind": kind, "rank": 4, "targets": targets}, "precision": precision}
+        (alone,) = run(1, [RunRequest("single", last_step=STEPS, job=asked)])
+        (cut,) = run(2, [RunRequest("tensor2", last_step=STEPS, job=asked | {"parallelism": {"tensor": 2}})])
+        assert worst_relative_error(cut, alone) <= tolerance, kind
 
 
 def test_norms_of_each_heads_own_are_not_cut() -> None:

@@ -50,11 +50,14 @@ def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape)
         "intermediate_size": shape.ffn,
         "moe_intermediate_size": shape.moe_ffn if shape.shared_ffn and not own_width else 0,
         "shared_expert_intermediate_size": own_width,
+        "linear_num_key_heads": shape.delta_key_heads,
+        "linear_num_value_heads": shape.delta_value_heads,
     }
     rows = {
         "heads": shape.value_dim,
         "intermediate_size": shape.ffn,
         "shared experts": shape.shared_ffn,
+        "linear_num_value_heads": shape.delta_value_width,
     }
     return dataclasses.replace(
         facts,

@@ -230,6 +230,14 @@ class ModelShape:
         return products + self.convolution * mixed + 2 * self.delta_value_heads + self.delta_value_head_dim
 
     @cached_property
+    def uncut_delta_params(self) -> int:
+        """Of a delta rule what each of our trainer's tensor ranks has whole: convolution, norm and, where they are one
+        matrix (Qwen3.5), what queries, keys and values come of."""
+        mixed = 2 * self.delta_key_width + self.delta_value_width
+        is_fused = self.delta_inputs == 4
+        return mixed * (self.convolution + self.hidden * is_fused) + self.delta_value_head_dim
+
+    @cached_property
     def mixing_params(self) -> float:
         """What mixes a layer's tokens, attention or a delta rule: the mean over layers that have either."""
         if not self.delta_layers:

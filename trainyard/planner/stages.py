@@ -167,7 +167,7 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
     if layout.library == "trainyard":
         # Every tensor rank has them whole: what of attention and dense blocks isn't cut, and routers.
         whole = shape.num_attentions * shape.uncut_attention_params + shape.num_mlps * shape.uncut_mlp_params
-        whole += shape.moe_layers * shape.hidden * shape.experts
+        whole += shape.delta_layers * shape.uncut_delta_params + shape.moe_layers * shape.hidden * shape.experts
         dense += whole / shape.layers * stage.layers * (1 - 1 / layout.tensor)
     if stage.embedding:
         dense += shape.encoder_params / layout.tensor

@@ -333,7 +333,8 @@ class TrainerLayers:
             norm += values * 2 * element
         elif self._adapts(ATTENTION_OUTPUTS):
             norm += values * element
-        return self.tokens * (kept + norm + 2 * element * mixed + DELTA_HEAD_BYTES * shape.delta_value_heads)
+        each = kept + norm + 2 * element * mixed + DELTA_HEAD_BYTES * shape.delta_value_heads
+        return self.tokens * each / self.layout.tensor
 
     @property
     def delta_excess_bytes(self) -> float:

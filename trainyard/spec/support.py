@@ -67,8 +67,8 @@ OTHER_TENSOR_FAMILIES = frozenset(
     {
         *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm"),
         *("glm4", "gptj", "granite", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2", "minicpm3"),
-        *("ministral", "ministral3", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "seed_oss"),
-        *("smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu"),
+        *("ministral", "ministral3", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3"),
+        *("qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu"),
     }
 )
 """Model types whose matrices are cut by transformers' plan or one of the trainer's, each tried at two ranks alone
@@ -107,7 +107,7 @@ EXPERT_TENSOR_FAMILIES = frozenset(
         *("afmoe", "aria_text", "axk2", "cohere2_moe", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
         *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa"),
         *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "mellum", "mimo_v2_flash", "minimax"),
-        *("minimax_m2", "olmoe", "qwen2_moe", "solar_open"),
+        *("minimax_m2", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open"),
     }
 )
 """Mixtures whose attention and shared experts are cut beside their experts, each tried at two ranks, and with `expert`

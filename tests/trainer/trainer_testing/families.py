@@ -85,6 +85,10 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         **{"vocab_size_per_layer_input": 2 * VOCAB_SIZE, "hidden_size_per_layer_input": 8},
         **{"global_head_dim": 8, "num_kv_shared_layers": 0},
     },
+    "qwen3_5_text": {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+        **{"linear_value_head_dim": 8, "full_attention_interval": 2},
+    },
     "dbrx": {
         **{"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},

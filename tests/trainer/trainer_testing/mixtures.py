@@ -29,7 +29,7 @@ _LATENT = {
 }
 _INDEXED = _GROUPS | _LATENT | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 _LINEAR = {
-    **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     **{"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 48},
 }
 _COMPRESSED = {

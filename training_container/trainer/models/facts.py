@@ -50,6 +50,8 @@ def _split_sizes(config: PretrainedConfig) -> dict[str, int]:
         "intermediate_size": size_of(config, "intermediate_size"),
         "moe_intermediate_size": _shared_width(config) and size_of(config, "moe_intermediate_size"),
         "shared_expert_intermediate_size": size_of(config, "shared_expert_intermediate_size"),
+        "linear_num_key_heads": size_of(config, "linear_num_key_heads"),
+        "linear_num_value_heads": size_of(config, "linear_num_value_heads"),
         "swa_num_attention_heads": size_of(config, "swa_num_attention_heads"),
         "swa_num_key_value_heads": size_of(config, "swa_num_key_value_heads"),
     }
@@ -68,6 +70,8 @@ def _row_widths(config: PretrainedConfig) -> dict[str, int]:
         "heads": heads * head_size,
         "intermediate_size": feed_forward or 4 * config.hidden_size,
         "shared experts": _shared_width(config),
+        "linear_num_value_heads": (size_of(config, "linear_num_value_heads") or 0)
+        * (size_of(config, "linear_value_head_dim") or 0),
     }
     unknown = {"heads": "head_dim", "intermediate_size": "intermediate_size"}
     unknown = {name: field for name, field in unknown.items() if differs_by_layer(config, field)}

@@ -42,6 +42,9 @@ COLUMN, ROW, EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 FUSED, GATED = "fused_qkv", "fused_gate_up"
 """Styles that do, too: query, key and value in one matrix, gate and up projection in one."""
 
+DELTA = "fused_delta_rule"
+"""And query, key and value of a delta rule (arXiv:2412.06464) in one matrix, or in one convolution by channel."""
+
 NORM = "norm_of_all_heads"
 """A root mean square over the outputs of a column-wise matrix, of which each rank has some: they sum their squares."""
 
@@ -74,6 +77,19 @@ _GPTJ = {
 }
 
 
+_DELTA = {
+    "layers.*.linear_attn.conv1d": DELTA,
+    **{f"layers.*.linear_attn.{name}": COLUMN for name in ("A_log", "dt_bias")},
+    "layers.*.linear_attn.out_proj": ROW,
+}
+_QWEN3_5 = {
+    **_DELTA,
+    "layers.*.linear_attn.in_proj_qkv": DELTA,
+    **{f"layers.*.linear_attn.in_proj_{name}": COLUMN for name in "zba"},
+}
+_QWEN3_NEXT = {**_DELTA, **{f"layers.*.linear_attn.in_proj_{name}": COLUMN for name in ("qkvz", "ba")}}
+
+
 def _gated(module: str) -> dict[str, str]:
     """A block of a gate, what it lets through, and the way back."""
     return {f"layers.*.{module}.{name}_proj": ROW if name == "down" else COLUMN for name in ("gate", "up", "down")}
@@ -104,19 +120,25 @@ OWN_PLANS: dict[str, dict[str, str]] = {
     "olmoe": _NORMED_ATTENTION,
     "phi3": _PHI3,
     "qwen2_moe": _gated("mlp.shared_expert"),
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": _QWEN3_NEXT,
     "solar_open": _SHARED_EXPERTS,
     "stablelm": _STABLELM,
     "youtu": _LATENT_ATTENTION,
 }
 """By model type, what is missing in transformers' plan: V3's and Youtu's leave their attention whole, OLMo's and
 MiniMax-M2's gather all heads on every rank for their norm, Phi-3's and GLM's what comes out of fused matrices, GPT-2,
-GPT-J, StableLM and gpt-oss have none, Nemotron's is not in 5.17, and others leave whole what all tokens share, which
-would be added up as often as there are ranks."""
+GPT-J, StableLM and gpt-oss have none, Nemotron's is not in 5.17, Qwen's run delta rules whole on every rank
+(Qwen3-Next's fused matrices go by key heads, and are cut like any other), and others leave whole what all tokens share,
+which would be added up as often as there are ranks."""
 
 _HEAD_COUNTS: dict[str, tuple[str, ...]] = {
     "gpt2": ("split_size",),
     "gptj": ("num_attention_heads",),
     "phi3": ("num_key_value_heads", "config.num_attention_heads"),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), ("key_dim", "value_dim")),
+    "qwen3_next": ("key_dim", "value_dim", "num_k_heads", "num_v_heads"),
     "stablelm": ("num_heads", "num_key_value_heads"),
 }
 """By model type, what the attention module's code takes for the number or width of all heads; the others' code goes by
@@ -134,7 +156,7 @@ def check(config: PretrainedConfig, degree: int) -> None:
             f"parallelism.tensor: {degree}: transformers has no tensor-parallel plan for {config.model_type};"
             " set it to 1 and use data_shard or pipeline"
         )
-    known = {COLUMN, ROW, FUSED, GATED, NORM, *WHOLE_STYLES}
+    known = {COLUMN, ROW, FUSED, GATED, DELTA, NORM, *WHOLE_STYLES}
     if config.model_type in EXPERT_FAMILIES:
         known |= {EXPERTS}
         experts = [f"{name}." for name, style in plan.items() if style == EXPERTS]  # whose weights go with them
@@ -180,8 +202,8 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
             _cut_by_head(parent, name.rpartition(".")[2], axis)
         elif style == COLUMN:
             _cut_columns(modules[name], axis)
-        elif style in (FUSED, GATED):
-            _cut_fused(modules[name], _shares_of(style, model.config.get_text_config()), axis)
+        elif style in (FUSED, GATED, DELTA):
+            _cut_fused(parent, modules[name], _shares_of(style, model.config.get_text_config()), axis)
         elif style == NORM:
             _cut_norm(modules[name], axis)
         elif style == ROW:
@@ -290,12 +312,19 @@ def _shares_of(style: str, config: PretrainedConfig) -> tuple[int, ...]:
     """What of a fused matrix's outputs each of the matrices in it has, as numbers that they are in proportion to."""
     if style == GATED:
         return 1, 1
+    if style == DELTA:
+        keys, values = (
+            getattr(config, f"linear_num_{name}_heads") * getattr(config, f"linear_{name}_head_dim")
+            for name in ("key", "value")
+        )
+        return keys, keys, values
     keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return config.num_attention_heads, keys, keys
 
 
-def _cut_fused(module: nn.Module, shares: Sequence[int], axis: DeviceMesh) -> None:
-    """Matrices side by side in one: kept whole, of which each rank uses its columns of each.
+def _cut_fused(region: nn.Module, module: nn.Module, shares: Sequence[int], axis: DeviceMesh) -> None:
+    """Matrices side by side in one: kept whole, of which each rank uses its columns of each. Channels of a convolution
+    likewise.
 
     They are no box of the whole, which is all that a checkpoint can describe.
     """
@@ -307,6 +336,10 @@ def _cut_fused(module: nn.Module, shares: Sequence[int], axis: DeviceMesh) -> No
         each = whole.size(dim) // sum(shares)
         parts = torch.split(whole, [each * share // size for share in shares for _ in range(size)], dim=dim)
         return list(parts[place::size])
+
+    if isinstance(base, nn.Conv1d):
+        _read_own_channels(region, base, lambda weight: torch.cat(own_parts(weight, 0)))
+        return
 
     def own_columns(outputs: torch.Tensor) -> torch.Tensor:
         return torch.cat(own_parts(outputs, -1), dim=-1)
@@ -323,6 +356,22 @@ def _cut_fused(module: nn.Module, shares: Sequence[int], axis: DeviceMesh) -> No
         base.forward = forward
     for linear in second:
         linear.register_forward_hook(lambda _, __, output: own_columns(output))
+
+
+def _read_own_channels(region: nn.Module, convolution: nn.Conv1d, own: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Has the code of `region`, which reads the convolution's weight itself, find this rank's part of it there."""
+    inner, weights = region.forward, convolution._parameters
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        whole = weights["weight"]
+        assert whole is not None
+        weights["weight"] = own(whole)  # type: ignore[assignment]  # no leaf
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            weights["weight"] = whole
+
+    setattr(region, "forward", forward)  # noqa: B010  # mypy forbids methods to be assigned
 
 
 def _count_own_heads(region: Any, model_type: str, size: int) -> None:
