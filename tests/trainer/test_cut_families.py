@@ -14,7 +14,7 @@ from torch import nn
 from trainer.models.build import build_model, transformer_blocks
 from trainer.strategies import check_supported
 from trainer.strategies.context_parallel import written_out
-from trainer.strategies.pipeline import BLOCKS_IN_TUPLES, Stage
+from trainer.strategies.pipeline import BLOCKS_IN_TUPLES, STREAMS, Stage
 from trainer_testing.cut_families import model_of
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
@@ -315,9 +315,27 @@ def test_a_residual_stream_in_float32_goes_on_so() -> None:
     for family in ("mamba", "falcon_mamba", "nemotron_h", "qwen3_5_text"):
         model = model_of(family) | ({} if family == "qwen3_5_text" else {"residual_in_fp32": True})
         built = build_model(tiny_job("single", 1, model=model, document_masks=False), vocab_size=VOCAB_SIZE)
-        kinds[family] = Stage(built, 0, 2).handed_type(torch.bfloat16)
+        kinds[family] = Stage(built, 0, 2).handed((1, 2), torch.bfloat16).dtype
     wide = dict.fromkeys(("mamba", "falcon_mamba"), torch.float32)
     assert kinds == wide | dict.fromkeys(("nemotron_h", "qwen3_5_text"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", sorted(STREAMS))
+def test_stages_hand_on_all_streams_and_are_told_the_tokens(family: str) -> None:
+    """As the whole model computes, bit by bit; told others, Qwen4's layers look up what they have of those."""
+    job = tiny_job("single", 1, model=model_of(family), document_masks=False, precision="fp64")
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    tokens = torch.arange(48).view(2, 24)
+    first, last = (Stage(model, index, 2) for index in range(2))
+    with torch.no_grad():
+        handed = first(tokens, tokens=tokens)
+        assert handed.shape == first.handed(tokens.shape, torch.float64).shape
+        logits = last(handed, tokens=tokens)
+        torch.testing.assert_close(logits, model(input_ids=tokens, use_cache=False).logits, rtol=0, atol=0)
+        is_told = not torch.equal(last(handed, tokens=tokens + 1), logits)
+    assert is_told == (
+        family == "qwen4_exp_text"
+    )  # DeepSeek's table of experts by token is all zeros, until it is read
 
 
 @pytest.mark.slow

@@ -20,11 +20,21 @@ TENSOR_FAMILIES = frozenset(
 
 STAGE_FAMILIES = frozenset(
     {
-        *("afmoe", "axk2", "bailing_hybrid", "bamba", "deepseek_v32", "doge", "dots3_note_text", "falcon_h1"),
+        *(
+            "afmoe",
+            "axk2",
+            "bailing_hybrid",
+            "bamba",
+            "deepseek_v32",
+            "deepseek_v4",
+            "doge",
+            "dots3_note_text",
+            "falcon_h1",
+        ),
         *("falcon_mamba", "flint", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "granite_swa"),
         *("granitemoe_swa", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
         *("llama4_text", "mamba", "mamba2", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "nemotron_h"),
-        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma"),
+        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma"),
     }
 )
 """Model types with layers that carry a state along the sequence (state spaces, linear attention, convolutions), choose

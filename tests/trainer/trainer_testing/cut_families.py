@@ -80,6 +80,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": 1.0},
     "opt": {"word_embed_proj_dim": 16},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2, "shared_expert_intermediate_size": 24},
+    "qwen4_exp_text": {
+        **{"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8},
+        **{"heads_per_ngram": 2, "split_ngram_parts": 1, "eos_token_id": 1},
+    },
     "smollm3": _TWO_TYPES | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 1]},
     "stablelm": {"qk_layernorm": True},
     "vaultgemma": _TWO_TYPES | _CAPPED,

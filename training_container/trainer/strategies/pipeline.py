@@ -103,6 +103,23 @@ class Exit(AbsentBlock):
         return super().forward(self.hidden)
 
 
+class NoEmbedding(Absent):
+    """Stands where the embedding of tokens was, in a model that is told token ids on every stage, and gives what the
+    model's code can go on with, which an `Entrance` throws away."""
+
+    hidden: torch.Tensor | None = None
+    """What came from the stage before, of the micro-batch that is on its way."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """(batch, sequence, hidden): a residual stream."""
+        assert self.hidden is not None
+        return self.hidden.flatten(2)[..., : self._width]
+
+
 class NoPositions(nn.Module):
     """Stands where an embedding of positions was: the hidden states have it in them since the first stage."""
 
@@ -116,6 +133,10 @@ BLOCKS_IN_TUPLES: Mapping[str, int] = {
     **{"bamba": 2, "falcon_h1": 1, "glm_moe_dsa": 2},
 }
 """Model types (transformers 5.23) whose blocks give their hidden states as the first of so many things."""
+
+STREAMS: Mapping[str, tuple[str, bool]] = {"deepseek_v4": ("hc_mult", False), "qwen4_exp_text": ("hc_count", True)}
+"""Model types (transformers 5.23) whose blocks hand on several residual streams, and may look at token ids as well: the
+field that counts streams, and whether these lie side by side, in one dimension."""
 
 _ENDS: dict[str, frozenset[str]] = {"opt": frozenset({"final_layer_norm", "project_out"})}
 """By model type, modules that come after the blocks, though the class has them before."""
@@ -163,30 +184,40 @@ class Stage(nn.Module):
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.is_tied = False
         self.blocks: list[nn.Module] = []
-        self.model = self._part(model, num_stages)
         self.config = model.config
+        self.model = self._part(model, num_stages)
         # Read off a block: of other models' configurations some have the field, and nothing that asks for it.
         self.is_wide = any(getattr(module, "residual_in_fp32", False) for module in model.modules())
-        self._entrance = next((module for module in self.modules() if isinstance(module, Entrance)), None)
+        self._receivers = [module for module in self.modules() if isinstance(module, Entrance | NoEmbedding)]
         self._exit = next((module for module in self.modules() if isinstance(module, Exit)), None)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether every stage of such a model is told the token ids."""
+        return self.config.get_text_config().model_type in STREAMS
+
     def forward(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None, targets: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(batch, sequence) token ids on the first stage, else (batch, sequence, hidden).
+        """(batch, sequence) token ids on the first stage, else what `handed` says.
 
         `targets`: given where the last stage returns their loss in place of logits; the others don't look at them.
+        `tokens`: the token ids, where all stages read them.
         """
-        name = "input_ids" if self.is_first else "inputs_embeds"
-        inputs = {name: hidden, "position_ids": position_ids, "use_cache": False}
-        if self._entrance is not None:
-            self._entrance.hidden = hidden
+        ids = hidden if self.is_first else tokens
+        begins = {"inputs_embeds": hidden} if ids is None else {"input_ids": ids}
+        inputs = {**begins, "position_ids": position_ids, "use_cache": False}
+        for receiver in self._receivers:
+            receiver.hidden = hidden
         try:
             return self._scored(inputs, targets) if self._exit is None else self._sent_on(inputs, self._exit)
         finally:
-            for boundary in (self._entrance, self._exit):
-                if boundary is not None:
-                    boundary.hidden = None
+            for boundary in (*self._receivers, *([] if self._exit is None else [self._exit])):
+                boundary.hidden = None
 
     def _scored(self, inputs: dict[str, Any], targets: torch.Tensor | None) -> torch.Tensor:
         head = None if targets is None else ScoringHead.of(self.model)
@@ -200,10 +231,15 @@ class Stage(nn.Module):
         # What is sent on is detached in place once it is used up, which torch does not allow for a view.
         return end.hidden.clone() if end.hidden._is_view() else end.hidden
 
-    def handed_type(self, computed: torch.dtype) -> torch.dtype:
-        """Of the hidden states between stages, where matrices compute in `computed`: a residual stream may be kept in
-        float32 (Mamba's)."""
-        return torch.promote_types(computed, torch.float32) if self.is_wide else computed
+    def handed(self, tokens: torch.Size | tuple[int, ...], computed: torch.dtype, **more: Any) -> torch.Tensor:
+        """Room for what stages hand on of (batch, sequence) tokens, where matrices compute in `computed`: hidden
+        states, or several streams of them, which may be kept in float32 (Mamba's)."""
+        config = self.config.get_text_config()
+        name, is_flat = STREAMS.get(config.model_type, ("", True))
+        count = getattr(config, name) if name else 1
+        width = (count * config.hidden_size,) if is_flat else (count, config.hidden_size)
+        dtype = torch.promote_types(computed, torch.float32) if self.is_wide else computed
+        return torch.empty((*tokens, *width), dtype=dtype, **more)
 
     def _part(self, model: PreTrainedModel, num_stages: int) -> PreTrainedModel:
         outline = _Outline.of(model)
@@ -225,8 +261,12 @@ class Stage(nn.Module):
         if not self.is_first:
             for name in outline.entry:
                 module = getattr(host, name)
-                is_positions = isinstance(module, nn.Embedding) and module is not embedding
-                setattr(host, name, NoPositions() if is_positions else Absent())
+                stand_in: nn.Module = Absent()
+                if isinstance(module, nn.Embedding) and module is not embedding:
+                    stand_in = NoPositions()
+                elif module is embedding and self.reads_tokens:
+                    stand_in = NoEmbedding(module.embedding_dim)
+                setattr(host, name, stand_in)
         if self.is_last and not self.is_first and self.is_tied:
             self._own_tied_weight(part, embedding, head)
         return part
@@ -379,8 +419,7 @@ def timed_stage(
     config = stage.model.config.get_text_config()
     shape = (job.micro_batch_size, job.spec.data.sequence_length // job.parallelism.context)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    handed = stage.handed_type(dtype)
-    hidden = torch.empty((*shape, config.hidden_size), dtype=handed, device="meta", requires_grad=True)
+    hidden = stage.handed(shape, dtype, device="meta", requires_grad=True)
     loss_dtype = torch.promote_types(dtype, torch.float32)
     result = (
         torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
@@ -447,7 +486,6 @@ def forward_in_v(
 def _receive(
     stage: Stage, tokens: torch.Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    size = stage.model.config.get_text_config().hidden_size
-    hidden = torch.empty((*tokens.shape, size), dtype=stage.handed_type(dtype), device=tokens.device)
+    hidden = stage.handed(tokens.shape, dtype, device=tokens.device)
     dist.recv(hidden, group=group, group_src=source)
     return hidden

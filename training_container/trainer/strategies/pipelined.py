@@ -113,10 +113,15 @@ class PipelineStrategy(ProductStrategy):
         self._loss_total.zero_()
         batches = [self._own_part(batch) for batch in batches]
         positions = [batch.position_ids for batch in batches]
+        tokens = [batch.input_ids.to(self._device) for batch in batches]
+        told = [{"tokens": ids} if self._stages[0].reads_tokens else {} for ids in tokens]
         pipeline.forward_in_v(
             self._stages,
-            [batch.input_ids.to(self._device) for batch in batches],
-            [{} if ids is None else {"position_ids": ids.to(self._device)} for ids in positions],
+            tokens,
+            [
+                more if ids is None else more | {"position_ids": ids.to(self._device)}
+                for more, ids in zip(told, positions, strict=True)
+            ],
             dtype=self._dtype,
             group=self._mesh.group("pipeline"),
             on_output=lambda number, logits: self._scaled_loss(logits, self._targets(batches[number])),
@@ -132,6 +137,8 @@ class PipelineStrategy(ProductStrategy):
         targets = torch.cat([self._targets(batch) for batch in batches])
         positions = [batch.position_ids for batch in batches if batch.position_ids is not None]
         more = {"position_ids": torch.cat(positions).to(self._device)} if positions else {}
+        if self._stages[0].reads_tokens:
+            more["tokens"] = tokens
         if self._has_last and self._loss_plan.kind != "logits":
             more["targets"] = targets
         step(
