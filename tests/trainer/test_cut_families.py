@@ -295,6 +295,7 @@ def test_what_is_not_let_in_is_refused(family: str, degree: str) -> None:
         ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2"),
         ("gemma4_unified_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}, "indexer_types: shared"),
+        ("hy_v4", {"indexer_types": None}, "indexer_types: shared"),
     ],
 )
 def test_layers_that_need_more_of_each_other_are_not_cut(family: str, setting: dict[str, Any], told: str) -> None:

@@ -32,7 +32,17 @@ STAGE_FAMILIES = frozenset(
             "falcon_h1",
         ),
         *("falcon_mamba", "flint", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "granite_swa"),
-        *("granitemoe_swa", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+        *(
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "hy_v4",
+            "inkling_text",
+            "jamba",
+            "kimi_linear",
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+        ),
         *("llama4_text", "mamba", "mamba2", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "nemotron_h"),
         *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma"),
     }
@@ -65,10 +75,11 @@ A state-space or convolution layer would silently see a cut sequence, so others 
 here write their attention out themselves.
 """
 
-HANDED_ALONG: Mapping[str, Mapping[str, int]] = {
+HANDED_ALONG: Mapping[str, Mapping[str, int | str]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "glm_moe_dsa": {"indexer_types": 0},
+    "hy_v4": {"indexer_types": "shared"},
 }
 """Model type -> fields by which layers have more than hidden states from those before (parts of the embedding, keys and
 values, chosen tokens), and what transformers (5.23) takes where nothing is stated; 0: each layer has its own."""

@@ -49,6 +49,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoeshared": _SCALED | {"shared_intermediate_size": 24},
     "kolibri1": {"shared_expert_intermediate_size": 24},
     "laguna": _TWO_TYPES | {"shared_expert_intermediate_size": 24},
+    "hy_v4": {"indexer_types": ["full"] * NUM_LAYERS},
     "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * (NUM_LAYERS // 2)},
     "kimi_linear": _LINEAR | {"linear_num_heads": 4, "linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2)},

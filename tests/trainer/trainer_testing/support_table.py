@@ -212,7 +212,7 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         "`pipeline`, and not `context`, takes as well, held likewise, those whose layers carry a state along the",
         f"sequence, choose tokens or are of other new kinds: {', '.join(sorted(STAGE_FAMILIES))}.",
         "Settings by which layers need more of each other than hidden states are refused (Gemma 4's shared keys and",
-        "values and its inputs of each layer, shared indexers of glm_moe_dsa).",
+        "values and its inputs of each layer, shared indexers of glm_moe_dsa and hy_v4).",
         "",
         "Of these families' products `expert` with FSDP2 is held so and, of the mixtures that `tensor` takes, with",
         "both. Others, adapters in them, and other schedules than 1f1b are held with ten",

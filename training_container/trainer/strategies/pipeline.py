@@ -130,11 +130,14 @@ class NoPositions(nn.Module):
 
 BLOCKS_IN_TUPLES: Mapping[str, int] = {
     **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), 2),
-    **{"bamba": 2, "falcon_h1": 1, "glm_moe_dsa": 2},
+    **{"bamba": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "hy_v4": 2},
 }
 """Model types (transformers 5.23) whose blocks give their hidden states as the first of so many things."""
 
-STREAMS: Mapping[str, tuple[str, bool]] = {"deepseek_v4": ("hc_mult", False), "qwen4_exp_text": ("hc_count", True)}
+STREAMS: Mapping[str, tuple[str, bool]] = {
+    **dict.fromkeys(("deepseek_v4", "hy_v4"), ("hc_mult", False)),
+    "qwen4_exp_text": ("hc_count", True),
+}
 """Model types (transformers 5.23) whose blocks hand on several residual streams, and may look at token ids as well: the
 field that counts streams, and whether these lie side by side, in one dimension."""
 
