@@ -46,7 +46,9 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoints", where, "--json"]) == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [10, 20, 30]
     assert run(["checkpoints", "list", where]) == 0
-    assert capsys.readouterr().out.count("committed") == 3
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "\n".join(lines).count("committed") == 3
+    assert last.endswith(f"contents were not read: trainyard checkpoints verify {where}")
     assert run(["checkpoints", "show", where, "--step", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shards"][0]["bytes"] == 8
 
@@ -76,6 +78,22 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "kept": [20, 30],
         "dry_run": False,
     }
+
+
+def test_a_list_tells_what_is_missing_or_cut_and_promises_nothing_of_contents(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed() -> str:
+        assert run(["checkpoints", "list", str(folder)]) == 0
+        return capsys.readouterr().out
+
+    (folder / "checkpoints/step-00000010/__0_0.distcp").write_bytes(b"weigh")
+    (folder / "checkpoints/step-00000020/__0_0.distcp").unlink()
+    out = listed()
+    assert "broken: __0_0.distcp has 5 bytes, the manifest says 8" in out and "broken: __0_0.distcp is missing" in out
+    assert "contents were not read" in out, "step 30 is altered, and its sizes are right"
+    (folder / "checkpoints/step-00000030/COMMITTED").unlink()
+    assert "contents" not in listed(), "none of these is said to be good"
 
 
 def test_an_empty_path_is_not_the_folder_that_one_is_in(

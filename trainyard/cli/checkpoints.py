@@ -66,7 +66,8 @@ def list_(
 ) -> None:
     """List a job's checkpoints: step, size, and whether a resume would take it (it takes the newest good one).
 
-    Exit code 3 where S3 refuses to show some (1 where a folder does): all are listed, those with the reason.
+    Names and sizes are held against the manifests, and no contents read: `verify` does that. Exit code 3 where S3
+    refuses to show some (1 where a folder does): all are listed, those with the reason.
 
     Example: trainyard checkpoints list acme-stdlib-llama-20260131120000-1a2b
     """
@@ -81,6 +82,10 @@ def list_(
         from trainyard.cli.tables import checkpoints_table
 
         console().print(checkpoints_table(found))
+        if any(checkpoint.is_good for checkpoint in found):
+            # A bit that has turned shows in no size.
+            verify = f"trainyard checkpoints verify {shlex.quote(job)}{as_given(environment, tenant)}"
+            print(f"names and sizes are as the manifests say; contents were not read: {verify}")
     else:
         print(_none_at(destination))
     refuse_unreadable(destination, found)

@@ -227,7 +227,9 @@ def chosen(destination: str, s3: Any, step: int | None) -> Checkpoint:
         good = [checkpoint for checkpoint in found if checkpoint.is_good]
         refuse_unreadable(destination, [one for one in found if not good or one.step >= good[-1].step])
         if not good:
-            raise InputError(f"{destination}: has no good checkpoint (of {len(found)}); `trainyard checkpoints list`")
+            raise InputError(
+                f"{destination}: has no good checkpoint (of {len(found)}); `trainyard checkpoints list` says why"
+            )
         return good[-1]
     for checkpoint in found:
         if checkpoint.step == step:
