@@ -13,7 +13,8 @@ from rich.console import Console
 
 from trainyard.cli import live
 from trainyard.cli.app import run
-from trainyard.cli.live_view import SPARKS, duration, sparkline, view
+from trainyard.cli.live_view import SPARKS, sparkline, view
+from trainyard.cli.output import duration
 from trainyard.cli.seen import Seen
 from trainyard.errors import InputError
 from trainyard.launch.backend import LogCursor, LogLine, Observation
@@ -166,7 +167,8 @@ def followed(
     store = FolderRecordStore(folder)
     store.create(running)
     place: Any = SimpleNamespace(store=store, backend=backend)
-    return live.follow(place, JOB_ID, quiet=quiet, from_now=from_now)
+    before = live.before_now(place, running) if from_now else None
+    return live.follow(place, JOB_ID, quiet=quiet, before=before)
 
 
 def step(number: int) -> str:

@@ -299,7 +299,9 @@ class Campaign:
                 episode.problems = [self._shortened(problem) for problem in episode.problems]
             episode.goodput = site.goodput()
             if not is_forked:
-                restarts = [row for path in folder.rglob("recovery.jsonl") for row in read_jsonl(path)]
+                found = [row for path in folder.rglob("recovery.jsonl") for row in read_jsonl(path)]
+                # The same row lies beside the checkpoints too.
+                restarts = list({json.dumps(row): row for row in found}.values())
                 episode.restarts = [
                     {name: self._shortened(value) if isinstance(value, str) else value for name, value in row.items()}
                     for row in restarts

@@ -389,6 +389,9 @@ def test_logs_come_once_in_time_order_from_every_pod(submitted: Submitted, kubec
     kubectl.answers("logs", first, out="2026-01-31T12:05:03.2Z step=2\n2026-01-31T12:05:03.7Z step=3\n")
     assert [line.text for line in backend.read_logs(record, cursor)] == ["step=3"]
     assert any("--since-time=2026-01-31T12:05:03.2Z" in call for call in kubectl.calls)
+    assert not any("--tail=" in word for call in kubectl.calls for word in call)
+    backend.read_logs(record, LogCursor(from_end=True))
+    assert "--tail=2000" in kubectl.calls[-1]
 
 
 def test_any_bytes_may_be_in_a_log(submitted: Submitted, kubectl: FakeKubectl) -> None:

@@ -45,6 +45,21 @@ def test_an_empty_page_does_not_end_a_log() -> None:
     assert [line.text for line in _read_stream(logs, "job/algo-1-17", cursor)] == ["3"]
 
 
+def test_who_wants_the_newest_lines_begins_at_a_logs_end() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Logs(PagedLogs):
+        """Keeps what it was asked."""
+
+        def get_log_events(self, **words: Any) -> dict[str, Any]:
+            asked.append(words)
+            return super().get_log_events(**words)
+
+    for cursor in (LogCursor(), LogCursor(from_end=True)):
+        _read_stream(Logs([1]), "job/algo-1-17", cursor)
+    assert [one.get("startFromHead") for one in asked] == [True, None, False, None]
+
+
 def test_a_read_that_stops_short_says_so() -> None:
     cursor, logs = LogCursor(), PagedLogs(*([] for _ in range(30)), [7])
     assert _read_stream(logs, "job/algo-1-17", cursor) == []

@@ -35,7 +35,7 @@ from trainyard.launch.elastic import revised
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, RecordedChannel
 from trainyard.launch.session import Account
-from trainyard.launch.slurm_backend import LOG_BYTES, SlurmBackend, read_looks
+from trainyard.launch.slurm_backend import LOG_BYTES, LOG_TAIL_BYTES, SlurmBackend, read_looks
 from trainyard.launch.slurm_script import ClusterPlace, batch_script, limit_minutes
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
@@ -524,6 +524,22 @@ def test_a_log_without_line_ends_holds_no_other_up(tmp_path: Path) -> None:
     assert "".join(read["node-1"]) == "é" * (2 * LOG_BYTES) + "last"
     assert read["node-2"] == ["hello"], "the rest may still be written"
     assert read["node-3"] == texts["node-3"].splitlines()
+
+
+def test_who_wants_the_newest_lines_begins_at_each_logs_end(tmp_path: Path) -> None:
+    record = record_of(cluster_job())
+    logs = tmp_path / JOB_ID / "log"
+    logs.mkdir(parents=True)
+    (logs / "node-0.txt").write_text("".join(f"{number:09}\n" for number in range(100_000)))
+    (logs / "node-1.txt").write_text("short\n")
+    backend, cursor = cluster.here_backend(tmp_path), LogCursor(from_end=True)
+    lines = backend.read_logs(record, cursor)
+    first, *_ = read = [int(line.text) for line in lines if line.host == "node-0"]
+    assert read == list(range(first, 100_000)) and 10 * len(read) > LOG_TAIL_BYTES - 20, "but the line it begins in"
+    assert [line.text for line in lines if line.host == "node-1"] == ["short"] and not cursor.more
+    with (logs / "node-0.txt").open("a") as log:
+        log.write("new\n")
+    assert [line.text for line in backend.read_logs(record, cursor)] == ["new"]
 
 
 def test_a_record_whose_backend_is_gone_says_so(record: JobRecord) -> None:

@@ -1,5 +1,6 @@
 """Ranks that die, raise or freeze: found, stopped, started again from the last checkpoint, and never a wrong loss."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,6 +62,9 @@ def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
     assert all(row["seconds_to_next_step"] > 0 for row in rows)
     assert "rank 1 on algo-1 hangs" in rows[0]["reason"] and "is stopped" in rows[0]["reason"]
     assert rows[1]["reason"] == "rank 0 on algo-1: ValueError: injected"
+    # Where who asks for the job's state finds them; of the last one the row may come after the last save.
+    beside = [json.loads(line) for line in (tmp_path / "checkpoints/recovery.jsonl").read_text().splitlines()]
+    assert beside and beside == rows[: len(beside)]
     # From the newest checkpoint, not from the beginning.
     resumed = re.findall(r"resumed step=(\d+)", output)
     # Step 9's save may have been on its way when the rank raised.

@@ -111,7 +111,7 @@ def test_a_machine_that_a_job_comes_back_to_has_what_others_made_of_it_meanwhile
     assert not list(tmp_path.rglob("*.fetched"))
 
 
-@pytest.mark.parametrize("broken", [LEFT_OUT_FILE, "goodput.jsonl", "metrics.jsonl", "attempts.json"])
+@pytest.mark.parametrize("broken", [LEFT_OUT_FILE, "goodput.jsonl", "recovery.jsonl", "metrics.jsonl", "attempts.json"])
 def test_a_start_that_ends_while_it_takes_over_leaves_the_next_one_to_take_all(tmp_path: Path, broken: str) -> None:
     """The rows tell whether what is here is old: with them alone the next one learnt from a batch that was left out."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -124,6 +124,7 @@ def test_a_start_that_ends_while_it_takes_over_leaves_the_next_one_to_take_all(t
         (folder / "attempts.json").write_text(json.dumps({"attempts": last // 4}))
         (folder / LEFT_OUT_FILE).write_text("batch\n" * (last // 8))
         (folder / "goodput.jsonl").write_text("row\n" * last)
+        (folder / "recovery.jsonl").write_text("restart\n" * last)
 
     class Beside:
         """What lies beside the checkpoints."""
@@ -144,7 +145,7 @@ def test_a_start_that_ends_while_it_takes_over_leaves_the_next_one_to_take_all(t
     beside, session = Beside(), object.__new__(Session)
     parts = {"_left_out": LEFT_OUT_FILE, "_goodput": "goodput.jsonl"}
     vars(session).update({name: SimpleNamespace(path=here / file) for name, file in parts.items()})
-    vars(session).update(_checkpointer=beside, _metrics=MetricsLog(here))
+    vars(session).update(_checkpointer=beside, _metrics=MetricsLog(here), _output_dir=here)
     with pytest.raises(AwsRefusedError):
         session._bring_records()
     beside.is_away, session._metrics = False, MetricsLog(here)

@@ -21,6 +21,7 @@ from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
+from trainer.host.recovery import RECOVERY_FILE
 from trainer.models.deferred_weights import shapes_alone
 from trainer.models.described import describe_model
 from trainer.models.weight_files import check_weight_files
@@ -291,7 +292,8 @@ class Session:
         there = self._checkpointer.read_file(ATTEMPTS_FILE)
         is_old = there is not None and self._metrics.num_attempts() < attempts_in(there)
         # What tells that they are here comes last: a start that ends midway leaves the next one to bring them all.
-        wanted = (self._left_out.path, self._goodput.path, self._metrics.path, self._metrics.attempts_path)
+        records = (self._left_out.path, self._goodput.path, self._output_dir / RECOVERY_FILE)
+        wanted = (*records, self._metrics.path, self._metrics.attempts_path)
         fetched = {path: path.with_name(f"{path.name}.fetched") for path in wanted if is_old or not path.exists()}
         there_too = [path for path in fetched if self._checkpointer.fetch_file(path.name, fetched[path])]
         for path in there_too:
@@ -661,7 +663,8 @@ class Session:
 
     def _attachments(self) -> dict[str, Path]:
         """What goes to the destination with every checkpoint; those that are there yet."""
-        return {METRICS_FILE: self._metrics.path, GOODPUT_FILE: self._goodput.path, LEFT_OUT_FILE: self._left_out.path}
+        own = (self._metrics.path, self._goodput.path, self._left_out.path, self._output_dir / RECOVERY_FILE)
+        return {path.name: path for path in own}
 
     def finish(self, status: str) -> None:
         """Waits for the last checkpoint to be committed, then writes result.json, here and beside the checkpoints."""
@@ -693,6 +696,8 @@ class Session:
             self._goodput.end(status)
             self._checkpointer.publish_file(METRICS_FILE, self._metrics.to_copy())
             self._checkpointer.publish_file(GOODPUT_FILE, self._goodput.path)
+            if (recovered := self._output_dir / RECOVERY_FILE).exists():
+                self._checkpointer.publish_file(RECOVERY_FILE, recovered)
             if is_written:
                 self._checkpointer.publish_file(RESULT_FILE, path)
 

@@ -25,6 +25,7 @@ from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.backends import BackendName
 
 if TYPE_CHECKING:
+    from trainyard.cli.live import Before
     from trainyard.launch.backend import LogLine
     from trainyard.launch.place import Place
     from trainyard.launch.record import JobRecord
@@ -234,10 +235,11 @@ def status(
     tenant: TenantOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how a job is doing, and what to do where it isn't.
+    """Say how a job is doing, and what to do where it isn't: state, last step, newest checkpoint, restarts and why.
 
     Example: trainyard status acme-stdlib-llama-20260131120000-1a2b
     """
+    from trainyard.cli.signs import signs
     from trainyard.launch import watch
     from trainyard.launch.checkpoints import has_any
     from trainyard.launch.goodput import goodput
@@ -247,18 +249,19 @@ def status(
         current = watch.status(place.store, place.backend, job_id, options=as_given(environment, tenant))
         begin_tracking(current.record, place, environment)
         current = dataclasses.replace(current, record=place.located(current.record))
-        reached = goodput(current.record, place.s3)
+        reached, alive = goodput(current.record, place.s3), signs(place, current.record)
         if current.finished or current.observation is None:  # where a resume is advised
             saved = has_any(current.record.checkpoint_destination, place.s3)
             # Hosts' own disks may hold one that never came to its destination.
             is_on_disks = current.record.resolved.spec.checkpoint.local_directory is not None
             current = dataclasses.replace(current, has_checkpoint=saved or (None if is_on_disks else saved))
     if as_json:
-        print_json(summary(current.record, current) | {"goodput": reached.as_json() if reached else None})
+        told = {"goodput": reached.as_json() if reached else None, "signs": alive.as_json()}
+        print_json(summary(current.record, current) | told)
         return
     from trainyard.cli.tables import status_table
 
-    console().print(status_table(current, reached))
+    console().print(status_table(current, reached, alive))
 
 
 def logs(
@@ -312,14 +315,17 @@ def stop(
 
     Example: trainyard stop acme-stdlib-llama-20260131120000-1a2b --wait
     """
+    from trainyard.cli.live import before_now
     from trainyard.launch import watch
 
     options = as_given(environment, tenant)
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
         current = watch.stop(place.store, place.backend, job_id, options=options)
+        # Not before it: logs that don't answer must not keep a job running.
+        before = before_now(place, current.record) if wait and not as_json else None
     if wait:
-        current = _follow(place, job_id, quiet=as_json, options=options, from_now=True)
+        current = _follow(place, job_id, quiet=as_json, options=options, before=before)
     if as_json:
         print_json(summary(current.record, current))
     else:
@@ -346,6 +352,7 @@ def resume(
 
     Example: trainyard resume acme-stdlib-llama-20260131120000-1a2b --set compute.instance_count=1 --wait
     """
+    from trainyard.cli.live import before_now
     from trainyard.launch import watch
     from trainyard.launch.elastic import reviser
     from trainyard.launch.model_config import learn_recorded
@@ -356,12 +363,13 @@ def resume(
         revise = reviser(overrides or [], processes, force=force, needs_price=not place.emulated)
         if revise is not None:  # which plans anew
             learn_recorded(place.s3, place.store.read(job_id).record)
+        before = before_now(place, place.store.read(job_id).record) if wait and not as_json else None
         record = watch.resume(
             place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner), options=options
         )
         begin_tracking(record, place, environment)
     if wait:
-        record = _follow(place, job_id, quiet=as_json, options=options, from_now=True).record
+        record = _follow(place, job_id, quiet=as_json, options=options, before=before).record
     if as_json:
         print_json(summary(record))
     else:
@@ -512,11 +520,11 @@ def _say_what_to_do(job: str) -> None:
     )
 
 
-def _follow(place: "Place", job_id: str, *, quiet: bool, options: str, from_now: bool = False) -> "Status":
+def _follow(place: "Place", job_id: str, *, quiet: bool, options: str, before: "Before | None" = None) -> "Status":
     from trainyard.cli.live import follow
 
     try:
-        return follow(place, job_id, quiet=quiet, options=options, from_now=from_now)
+        return follow(place, job_id, quiet=quiet, options=options, before=before)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
             f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}{options}`,"

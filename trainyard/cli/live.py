@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import dataclass, replace
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -11,31 +12,55 @@ from rich.live import Live
 from trainyard.cli import live_view
 from trainyard.cli.output import console
 from trainyard.cli.seen import Seen
-from trainyard.errors import InputError
+from trainyard.errors import InputError, TrainyardError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.place import Place
+from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
 
 _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=)")
 
 
-def follow(place: Place, job_id: str, *, quiet: bool, options: str = "", from_now: bool = False) -> Status:
+@dataclass(frozen=True)
+class Before:
+    """What a job's logs have told up to now, so far as it is wanted: where they end, and their newest lines."""
+
+    cursor: LogCursor
+    lines: list[LogLine]
+
+
+def before_now(place: Place, record: JobRecord) -> Before | None:
+    """To be asked before an attempt begins: what comes after is its own, however fast it is. None where the logs give
+    no answer."""
+    cursor = LogCursor(from_end=True)
+    lines: list[LogLine] = []
+    try:
+        while True:
+            lines += place.backend.read_logs(record, cursor)
+            if not cursor.more:
+                # Logs that begin after now are read from their beginning.
+                return Before(replace(cursor, from_end=False), lines)
+    except (TrainyardError, OSError):
+        return None
+
+
+def follow(place: Place, job_id: str, *, quiet: bool, options: str = "", before: Before | None = None) -> Status:
     """Show the job's progress until it ends; its last status. `quiet` prints nothing (a program reads the JSON).
 
-    `options`: as of Status. `from_now`: lines that are there already are not shown again, be there a million.
+    `options`: as of Status. `before`: what is not shown again, be it a million lines.
     """
     out = console(stderr=True)
     last: Status | None = None
     shown = _Quiet() if quiet else _Live(out) if sys.stderr.isatty() else _Plain(out)
     with shown:
-        cursor = LogCursor()
+        shown.recall(before.lines if before else [])
+        cursor = before.cursor if before else LogCursor()
         for current, lines in watch.watch(
             place.store, place.backend, job_id, sleep=time.sleep, options=options, cursor=cursor
         ):
             last = current
-            shown.show(current, lines, is_old=from_now)
-            from_now = from_now and cursor.more
+            shown.show(current, lines)
     if last is None or not last.finished:
         raise InputError(f"job {job_id}: {last.advice if last else 'has no record'}")
     return last
@@ -48,7 +73,10 @@ class _Quiet:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def show(self, current: Status, lines: list[LogLine], *, is_old: bool) -> None:
+    def recall(self, lines: list[LogLine]) -> None:
+        """Take in what was told before, and show none of it."""
+
+    def show(self, current: Status, lines: list[LogLine]) -> None:
         """Nothing."""
 
 
@@ -60,15 +88,17 @@ class _Plain(_Quiet):
         self._state = ""
         self._seen = Seen()
 
-    def show(self, current: Status, lines: list[LogLine], *, is_old: bool) -> None:
+    def recall(self, lines: list[LogLine]) -> None:
+        """See _Quiet."""
+        for line in lines:
+            self._seen.read(line)
+
+    def show(self, current: Status, lines: list[LogLine]) -> None:
         """Print what is new."""
         if said := self._seen.new_reclaim(current):
             self._out.print(said, markup=False)
         for line in lines:
-            is_step = self._seen.read(line)
-            if is_old:
-                continue
-            if is_step:
+            if self._seen.read(line):
                 self._out.print(str(self._seen), markup=False)
             elif _NOTABLE.match(line.text):
                 self._out.print(line.text, markup=False)
@@ -99,12 +129,17 @@ class _Live(_Quiet):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, current: Status, lines: list[LogLine], *, is_old: bool) -> None:
+    def recall(self, lines: list[LogLine]) -> None:
+        """See _Quiet."""
+        with self._lock:
+            for line in lines:
+                self._seen.read(line)
+
+    def show(self, current: Status, lines: list[LogLine]) -> None:
         """Bring the screen up to date; notable lines scroll above it."""
         with self._lock:
             said = self._seen.new_reclaim(current)
             told = [line.text for line in lines if not self._seen.read(line) and _NOTABLE.match(line.text)]
-            told = [] if is_old else told
             self._current = current
         if said:
             self._out.print(said, markup=False, style="yellow")

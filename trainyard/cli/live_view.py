@@ -12,6 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.cli.output import duration
 from trainyard.cli.seen import Seen
 from trainyard.cli.tables import state_text
 from trainyard.launch.spending import WAITING, spent
@@ -33,18 +34,6 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in means)
-
-
-def duration(seconds: float) -> str:
-    """In the two largest units: 3 d 4 h, 2 h 5 min, 4 min 10 s."""
-    whole = max(0, round(seconds))
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    for index, (name, length) in enumerate(units):
-        if whole >= length:
-            below, size = units[index + 1] if index + 1 < len(units) else ("", 0)
-            rest = (whole % length) // size if size else 0
-            return f"{whole // length} {name}" + (f" {rest} {below}" if rest else "")
-    return "0 s"
 
 
 def view(current: Status, seen: Seen, *, now: datetime | None = None) -> Group:

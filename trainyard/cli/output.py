@@ -122,3 +122,15 @@ def teller(spinner: "Status") -> "Say":
             turn(words)
 
     return say
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: 3 d 4 h, 2 h 5 min, 4 min 10 s."""
+    whole = max(0, round(seconds))
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    for index, (name, length) in enumerate(units):
+        if whole >= length:
+            below, size = units[index + 1] if index + 1 < len(units) else ("", 0)
+            rest = (whole % length) // size if size else 0
+            return f"{whole // length} {name}" + (f" {rest} {below}" if rest else "")
+    return "0 s"

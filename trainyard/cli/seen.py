@@ -12,9 +12,24 @@ from trainyard.launch.watch import Status
 _STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* (?P<unit>tokens|images)_per_second=(?P<speed>\S+))?")
 _STEP_SECONDS = re.compile(r" step_seconds=(\S+)")
 _SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed (?:.* at=(?P<at>\S+))?")
+_RESTARTED = re.compile(r"^recovery restart=(?P<number>\d+) last_step=(?P<step>\d+) \S+ reason=(?P<reason>.*)")
+_WENT_ON = re.compile(r"^recovery restart=\d+ goes_on step=(?P<step>\d+)")
 
 RECENT_STEPS = 20
 """Whose median is the step's time now: enough that a validation or a save in between doesn't move it."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """All ranks were started again where they are."""
+
+    number: int
+    """Since the hosts' start."""
+    last_step: int
+    """That was made before; 0: none of that start."""
+    reason: str
+    at: float | None
+    """Seconds since the epoch; None where nobody says."""
 
 
 @dataclass
@@ -33,6 +48,12 @@ class Seen:
     saved_step: int | None = None
     """Of the newest committed checkpoint, and with the next when that was (epoch), where the log tells it."""
     saved_at: float | None = None
+    step_at: float | None = None
+    """When `step` was made (epoch), where the log's keeper says."""
+    restarts: list[Restart] = field(default_factory=list)
+    """In place, each once, however many hosts tell of it."""
+    is_restarting: bool = False
+    """Whether the newest of them came to no step yet."""
 
     def read(self, line: LogLine) -> bool:
         """Take in one line; whether it was a step."""
@@ -40,11 +61,13 @@ class Seen:
             self.saved_step, self.saved_at = int(saved["step"]), _moment(saved["at"], line.at_ms)
         match = _STEP.match(line.text)
         if match is None:
+            self._read_recovery(line)
             return False
+        self.is_restarting = False
         step = int(match["step"])
         if step <= self.step:
             self.losses = {known: loss for known, loss in self.losses.items() if known < step}
-        self.step = step
+        self.step, self.step_at = step, None if line.at_ms is None else line.at_ms / 1000
         self.loss = match["loss"]
         self.speed = match["speed"] or ""
         self.unit = match["unit"] or self.unit
@@ -53,6 +76,16 @@ class Seen:
         if (found := _STEP_SECONDS.search(line.text)) and (seconds := _number(found[1])) is not None:
             self.step_seconds = [*self.step_seconds, seconds][-RECENT_STEPS:]
         return True
+
+    def _read_recovery(self, line: LogLine) -> None:
+        if _WENT_ON.match(line.text):
+            self.is_restarting = False
+        if (told := _RESTARTED.match(line.text)) is None:
+            return
+        restart = Restart(int(told["number"]), int(told["step"]), told["reason"], _moment(None, line.at_ms))
+        if not self.is_restarting or not self.restarts or self.restarts[-1].number != restart.number:
+            self.restarts.append(restart)
+        self.is_restarting = True
 
     def seconds_left(self, total: int | None) -> float | None:
         """Up to the last step at the pace of the last ones; None where one of both isn't known."""

@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.cli.signs import Signs
 from trainyard.launch.checkpoints import Checkpoint
 from trainyard.launch.goodput import Goodput
 from trainyard.launch.queue_backend import QUEUED
@@ -18,7 +19,7 @@ from trainyard.planner.render import counted
 _COLOURS = {"Completed": "green", "Failed": "red", "Stopped": "yellow", "Interrupted": "yellow", "Created": "yellow"}
 
 
-def status_table(current: Status, reached: Goodput | None = None) -> Group:
+def status_table(current: Status, reached: Goodput | None = None, alive: Signs | None = None) -> Group:
     """A job on one screen: what it is, what happened to it and when, what to do."""
     record, observation = current.record, current.observation
     facts = Table.grid(padding=(0, 2))
@@ -39,10 +40,16 @@ def status_table(current: Status, reached: Goodput | None = None) -> Group:
         facts.add_row("waits", observation.note)
     if observation and observation.running_seconds is not None:
         facts.add_row("running", f"{observation.running_seconds:.0f} s")
+    if alive is not None:
+        is_running = current.observation is not None and not current.finished
+        for name, words in alive.as_rows(record.resolved.steps, is_running=is_running):
+            facts.add_row(name, Text(words))
     if reached is not None:
         facts.add_row("goodput", reached.as_line())
     if record.attempt.failure:
         facts.add_row("failure", Text(record.attempt.failure, style="red"))
+    elif before := [one for one in record.attempts[:-1] if one.failure]:
+        facts.add_row("failed before", Text(f"attempt {before[-1].number}: {before[-1].failure}"))
     if record.forced:
         facts.add_row("forced", "; ".join(record.forced))
     facts.add_row("checkpoints", record.checkpoint_destination)

@@ -68,6 +68,16 @@ class LogCursor:
     next one goes on in it, and what has been read is read no more; those that write to their own have other names."""
     more: bool = False
     """The last read stopped before the end of what is there: read again at once."""
+    from_end: bool = False
+    """Begin near the end of each log that has no position yet, where its backend can, and not at its beginning: who
+    wants the newest lines of a job of weeks, or those after now."""
+    first_host_alone: bool = False
+    """Where each host's log costs a call, read the first one's: it tells of steps and saves for all."""
+
+
+def without_first_line(tail: bytes) -> bytes:
+    """The end of a log without the line that it begins in: the rest of a line may read like another one."""
+    return tail[tail.find(b"\n") + 1 :]
 
 
 class Backend(Protocol):

@@ -51,6 +51,9 @@ class Files(Protocol):
     def read(self, name: str) -> bytes | None:
         """A small file's content; None where it isn't there."""
 
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, seconds since the epoch; None where it isn't there."""
+
     def blocks(self, name: str) -> Iterator[bytes]:
         """A file's content, block by block."""
 
@@ -167,6 +170,11 @@ class _FolderFiles:
         path = self._root / name
         with _os_errors("read", path):
             return path.read_bytes() if path.is_file() else None
+
+    def written_at(self, name: str) -> float | None:
+        path = self._root / name
+        with _os_errors("look at", path):
+            return path.stat().st_mtime if path.exists() else None
 
     def blocks(self, name: str) -> Iterator[bytes]:
         path = self._root / name
@@ -313,6 +321,18 @@ class _S3Files:
                     return None
                 raise
             return body
+
+    def written_at(self, name: str) -> float | None:
+        from botocore.exceptions import ClientError
+
+        with aws_errors("looking at", f"{self.root}/{name}"):
+            try:
+                at = self._s3.head_object(Bucket=self._bucket, Key=self._key(name))["LastModified"]
+            except ClientError as error:
+                if is_missing(error):
+                    return None
+                raise
+            return float(at.timestamp())
 
     def blocks(self, name: str) -> Iterator[bytes]:
         from botocore.exceptions import HTTPClientError, IncompleteReadError

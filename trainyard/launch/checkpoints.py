@@ -110,6 +110,16 @@ def has_any(destination: str, s3: Any) -> bool | None:
     return None if any("" in files for files in steps) else False
 
 
+def newest_committed(destination: str, s3: Any) -> tuple[int, float | None] | None:
+    """Step of the newest checkpoint with a marker, by names alone, and when that was written (epoch; None where it went
+    since); None: there is none. TrainyardError where the place can't be looked at."""
+    files = open_files(destination, s3)
+    committed = [step for step, names in _by_step(files.sizes(FOLDER)).items() if _MARKER in names]
+    if not committed:
+        return None
+    return max(committed), files.written_at(f"{_step_folder(max(committed))}/{_MARKER}")
+
+
 def is_gone(destination: str) -> bool:
     """Whether it is a folder, and there is none."""
     return not destination.startswith("s3://") and not os.path.isdir(destination)  # noqa: PTH112  # whatever keeps it

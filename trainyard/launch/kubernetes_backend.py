@@ -34,6 +34,8 @@ _BROKEN_WAITS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "Create
 _LATER_SECONDS = 60
 """A pod may take so much longer to go than it is given to save."""
 _POLL_SECONDS = 5
+TAIL_LINES = 2000
+"""Of each log whose newest lines are wanted."""
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 """A time as a log's line begins with it: RFC 3339, to the nanosecond, in the machine's own time zone."""
 
@@ -147,7 +149,8 @@ class KubernetesBackend:
     def _new_lines(self, where: Where, pod: dict[str, Any], cursor: LogCursor) -> list[LogLine]:
         name = str(pod["metadata"]["name"])
         last = cursor.positions.get(name, "")
-        since = [f"--since-time={last}"] if last else []  # to the second: what is known is left out below
+        newest = [f"--tail={TAIL_LINES}"] if cursor.from_end else []
+        since = [f"--since-time={last}"] if last else newest  # to the second: what is known is left out below
         try:
             text = self._cluster.call(where, "logs", name, f"--container={NODE}", "--timestamps", *since)
         except NotThereError:

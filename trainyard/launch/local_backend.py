@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError, JobFailedError
-from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.backend import LogCursor, LogLine, Observation, Say, without_first_line
 from trainyard.launch.moved import refused_resume
 from trainyard.launch.record import JobRecord, StateChange
 from trainyard.launch.session import checkout_root
 
+TAIL_BYTES = 256 * 1024
+"""Of a log whose newest lines are wanted: about two thousand steps."""
 START_SECONDS = 20.0
 """How long a supervisor may take to come up before that counts as a failure."""
 
@@ -141,15 +143,19 @@ class LocalBackend:
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
         """Whole lines of log.txt since the cursor."""
         path = self._folder / record.job_id / "log.txt"
-        offset = int(cursor.positions.get("log.txt", "0"))
+        known = cursor.positions.get("log.txt")
         try:
             with path.open("rb") as file:
+                is_tail = known is None and cursor.from_end
+                offset = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES) if is_tail else int(known or 0)
                 file.seek(offset)
                 content = file.read()
         except FileNotFoundError:
             return []
         whole = content[: content.rfind(b"\n") + 1]
         cursor.positions["log.txt"] = str(offset + len(whole))
+        if is_tail and offset:
+            whole = without_first_line(whole)
         return [LogLine("local", line, None) for line in whole.decode("utf-8", "replace").splitlines()]
 
 

@@ -198,7 +198,7 @@ class SageMakerBackend:
         cursor.more = False
         with aws_errors("reading logs of", f"training job {record.attempt.training_job_name}"):
             for prefix in self._log_prefixes(record):
-                for stream in self._streams(logs, prefix):
+                for stream in self._streams(logs, f"{prefix}algo-1-" if cursor.first_host_alone else prefix):
                     lines += _read_stream(logs, stream, cursor)
         return sorted(lines, key=lambda line: line.at_ms or 0)
 
@@ -231,7 +231,7 @@ def _read_stream(logs: Any, stream: str, cursor: LogCursor) -> list[LogLine]:
     lines: list[LogLine] = []
     for _ in range(_LOG_PAGES_PER_READ):
         token = cursor.positions.get(stream)
-        where = {"nextToken": token} if token else {"startFromHead": True}
+        where = {"nextToken": token} if token else {"startFromHead": not cursor.from_end}
         page = logs.get_log_events(logGroupName=TRAINING_LOG_GROUP, logStreamName=stream, **where)
         lines += [LogLine(host, event["message"].rstrip("\n"), event["timestamp"]) for event in page["events"]]
         cursor.positions[stream] = page["nextForwardToken"]

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
-from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, SilentError
+from trainyard.launch.backend import (
+    AwayError,
+    LogCursor,
+    LogLine,
+    Observation,
+    Say,
+    SilentError,
+    without_first_line,
+)
 from trainyard.launch.channels import job_files
 from trainyard.launch.cluster_shell import ClusterShell
 from trainyard.launch.record import JobRecord, StateChange
@@ -24,6 +32,8 @@ LOG_BYTES = 256 * 1024
 """Of all of a job's logs together, in one read."""
 LOG_SHARE_BYTES = 4096
 """At least, of one log of many."""
+LOG_TAIL_BYTES = 64 * 1024
+"""Of each log whose newest lines are wanted."""
 
 _HELPERS = r"""
 set -u
@@ -122,17 +132,18 @@ esac
 """
 )
 _LOGS = r"""
-directory=$1 left=$2 least=$3
-shift 3
+directory=$1 left=$2 least=$3 newest=$4
+shift 4
 cd "$directory/log" 2> /dev/null || exit 0
 names=() offsets=() news=()
 for file in *.txt; do
   [ -e "$file" ] || continue
+  size=$(stat -c %s "$file")
   offset=0
+  if [ "$newest" -gt 0 ] && [ "$size" -gt "$newest" ]; then offset=$((size - newest)); fi
   for known in "$@"; do
     [ "${known%%:*}" = "$file" ] && offset=${known##*:}
   done
-  size=$(stat -c %s "$file")
   [ "$size" -gt "$offset" ] || continue
   names+=("$file") offsets+=("$offset") news+=($((size - offset)))
 done
@@ -259,7 +270,7 @@ class SlurmBackend:
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
         """Whole lines of every machine's log, and of the batch script's, since the cursor."""
         known = [f"{name}:{offset}" for name, offset in cursor.positions.items()]
-        limits = str(LOG_BYTES), str(LOG_SHARE_BYTES)
+        limits = str(LOG_BYTES), str(LOG_SHARE_BYTES), str(LOG_TAIL_BYTES if cursor.from_end else 0)
         answer = self._shell.run(_LOGS, self._directory_of(record), *limits, *known)
         if answer.code:  # as of a look: a job without a line ends the script with 0
             raise AwayError(f"{self._shell.where}: logs can't be read there: {answer.words}")
@@ -270,9 +281,11 @@ class SlurmBackend:
             content = base64.b64decode(rest[0]) if rest else b""
             is_full = rest[-1] == "more"
             whole = _whole_lines(content, is_full)
+            is_tail = cursor.from_end and name not in cursor.positions and int(offset) > 0
             cursor.positions[name] = str(int(offset) + len(whole))
             cursor.more = cursor.more or is_full
             host = name.removesuffix(".txt")
+            whole = without_first_line(whole) if is_tail else whole
             lines += [LogLine(host, text, None) for text in whole.decode("utf-8", "replace").splitlines()]
         return lines
 

@@ -24,6 +24,8 @@ _REPEATS_OF_WORDS = 2
 _REPEATS_OF_STEP = 3
 """The same step, whatever was said or not said (out of memory kills without a word)."""
 _WRONG_INPUT = 2
+RECOVERY_FILE = "recovery.jsonl"
+"""In the trainer's output folder, and beside the checkpoints: a row a restart in place."""
 GOODPUT_FILE = "goodput.jsonl"
 """In the trainer's output folder: what each of its starts took."""
 _PARTS = ("process", "rendezvous", "build", "load")
@@ -195,7 +197,7 @@ class RecoveryLog:
     """
 
     def __init__(self, folder: Path, *, is_first: bool) -> None:
-        self._path = folder / "recovery.jsonl"
+        self._path = folder / RECOVERY_FILE
         self._is_first = is_first
         self._open: dict[str, Any] | None = None
         self._failed_at = 0.0

@@ -287,8 +287,7 @@ def _rows(place: Place, record: JobRecord, missing: dict[str, str]) -> list[dict
 
 
 def _beside(place: Place, record: JobRecord, name: str) -> list[dict[str, Any]]:
-    """Rows of a file of the output folder. Of a job on SageMaker they are in its output's archive: its lines say the
-    same."""
+    """Rows of a file of the output folder. Of a job on other machines none: its lines say the same."""
     folder = own_folder(place, record)
     path = folder / name if folder else None
     return jsonl_rows(path.read_bytes()) if path and path.exists() else []
