@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "emulator": {"errors", "spec", "hardware"},
     "launch": {"errors", "kept_room", "spec", "hardware", "functions", "planner", "emulator"},
     "operate": {
-        *("__version__", "children", "errors", "spec", "hardware"),
+        *("__version__", "children", "errors", "kept_room", "spec", "hardware"),
         *("functions", "planner", "emulator", "launch", "isolation"),
     },
     "cli": {

@@ -1,4 +1,5 @@
-"""Files that are told though the disk is full: written over room that was kept for them. Standard library alone.
+"""Files on disks that may be full: written over room that was kept for them, or whole or not at all. Standard library
+alone.
 
 The container's hosts and ranks keep room for their last word so, and the supervisor of a local job for its outcome.
 """
@@ -37,3 +38,18 @@ def tell(path: Path, text: str, room: Path) -> None:
     finally:
         os.close(descriptor)
     room.replace(path)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Make `path` a file of `content`, or leave it as it was, and nothing beside it; OSError where that can't be done.
+
+    One writer at a time: what it writes first lies at `<name>.new`.
+    """
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        draft.replace(path)
+    except BaseException:  # a full disk, which half a file fills further, and Ctrl-C
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise

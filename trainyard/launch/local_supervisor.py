@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from trainyard.kept_room import FULL, keep_room, tell
+from trainyard.kept_room import FULL, keep_room, tell, write_whole
 from trainyard.launch.record import utc_now
 
 RESUME_EXIT_CODE = 75
@@ -91,7 +91,7 @@ def _run(directory: Path, attempt: int) -> int:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         supervisor = {"pid": os.getpid(), "host_pid": process.pid, "attempt": attempt, "started_at": utc_now()}
-        _write(directory / "process.json", supervisor)
+        write_whole(directory / "process.json", json.dumps(supervisor))
         code = _wait(process, stop)
     state, note = ending(code, stop)
     outcome = {
@@ -184,12 +184,6 @@ def _write_in_the_end(path: Path, content: dict[str, Any]) -> None:
     short = content | {"failure": content["failure"][:_LONGEST_LINK_FAILURE]}
     path.unlink(missing_ok=True)
     path.symlink_to(json.dumps(short))
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

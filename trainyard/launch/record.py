@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from trainyard.errors import InputError
+from trainyard.kept_room import write_whole
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
 from trainyard.spec.backends import BackendName
@@ -399,13 +400,7 @@ def newest_first(job_ids: Any) -> list[str]:
 
 def _write_atomically(path: Path, record: JobRecord) -> StoredRecord:
     body = record.model_dump_json(indent=1).encode()
-    temporary = path.with_suffix(".json.new")
-    try:
-        temporary.write_bytes(body)
-        temporary.replace(path)
-    except OSError:  # half a record on a full disk
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, body)
     return StoredRecord(record, _etag(body))
 
 

@@ -112,7 +112,8 @@ class SageMakerBackend:
         s3 = self._launcher.client("s3")
         bucket, prefixes = self._contract.buckets.data, [names.spec_prefix(record.job_id, record.spec_name)]
         if self._contract.broker and record.spec_name:
-            # A broker that was deployed before specs had names asks for the one place of all.
+            # A broker that was deployed before specs had names asks for the one place of all, and nothing in a contract
+            # says yet how old its broker is. Nobody else reads it.
             prefixes.append(names.spec_prefix(record.job_id))
         for key, text in ((one + name, text) for one in prefixes for name, text in spec_files(record).items()):
             with aws_errors("writing", f"s3://{bucket}/{key}"):

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import instance, instance_types
 from trainyard.hardware.prices import NOT_AWS, REFRESHED_FIELDS, SAGEMAKER, read_refreshed
+from trainyard.kept_room import write_whole
 from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code
 
 Client = Callable[[str, str], Any]
@@ -96,10 +97,8 @@ def keep(path: Path, found: Refreshed) -> int:
             older = []
         kinds = {_kind(row) for row in found.rows}
         rows = [*found.rows, *(row for row in older if _kind(row) not in kinds)]
-        temporary = path.with_name(f"{path.name}.new")
         document = {"prices": [{field: row[field] for field in REFRESHED_FIELDS} for row in rows]}
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(document, indent=1) + "\n")
     return len(rows)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.kept_room import write_whole
 from trainyard.operate.quickstart.options import Options
 from trainyard.spec.base import SpecModel
 
@@ -100,9 +101,7 @@ def write_report(report: QuickstartReport, folder: Path) -> Path:
         ("report.schema.json", json.dumps(QuickstartReport.model_json_schema(), indent=2)),
         ("report.json", report.model_dump_json(indent=2)),
     ):
-        draft = folder / f"{name}.new"
-        draft.write_text(content + "\n", encoding="utf-8")
-        draft.replace(folder / name)
+        write_whole(folder / name, content + "\n")
     return folder / "report.json"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from trainyard.errors import InputError
+from trainyard.kept_room import write_whole
 from trainyard.launch.record import TERMINAL_STATES
 from trainyard.launch.session import state_root
 from trainyard.operate.sweep.search import SearchKind
@@ -164,9 +165,7 @@ class SweepStore:
 
     def write(self, record: SweepRecord) -> None:
         """The record, whole or not at all."""
-        path = self.folder / "sweep.json"
-        path.with_suffix(".new").write_text(record.model_dump_json(indent=1), encoding="utf-8")
-        path.with_suffix(".new").replace(path)
+        write_whole(self.folder / "sweep.json", record.model_dump_json(indent=1))
 
     def read(self) -> SweepRecord:
         """The record; InputError where there is none."""

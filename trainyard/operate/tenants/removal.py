@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainyard.errors import AwsRefusedError, InputError, TrainyardError
+from trainyard.kept_room import write_whole
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.contract import read_contract
 from trainyard.launch.session import Account, assume
@@ -425,9 +426,8 @@ def _journal(state_dir: Path, environment: EnvironmentSpec, tenant: str) -> Path
 
 def _write(path: Path, journal: Journal) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(asdict(journal), indent=2), encoding="utf-8")
-    new.replace(path)  # whole or not at all: an interrupted removal is finished from it
+    # An interrupted removal is finished from it.
+    write_whole(path, json.dumps(asdict(journal), indent=2))
 
 
 def _remembered(journal: Path) -> Journal:
