@@ -96,6 +96,14 @@ def test_a_list_tells_what_is_missing_or_cut_and_promises_nothing_of_contents(
     assert "contents" not in listed(), "none of these is said to be good"
 
 
+@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/", "checkpoints/step-00000010/"])
+def test_an_export_of_a_folder_of_checkpoints_says_which_folder_is_meant(
+    folder: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    assert run(["export", f"{folder}/{inside}", "--to", str(folder.parent / "to")]) == 2
+    assert capsys.readouterr().err.endswith(f"lies in a folder of checkpoints; give the one that holds it: {folder}\n")
+
+
 def test_an_empty_path_is_not_the_folder_that_one_is_in(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,8 +52,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["launch", "job.yaml", "--backend", "moon"], "'moon'"),
         (["emulator", "start", "--port", "99999999"], "less than or equal to 65535"),
         (["predict"], "--jsonl"),
+        (["checkpoints", "verfy", "acme-x-20260131120000-1a2b"], "no such verb: verfy; did you mean verify?"),
     ],
-    ids=["verb", "argument", "option", "choice", "range", "predict"],
+    ids=["verb", "argument", "option", "choice", "range", "predict", "verb of checkpoints"],
 )
 def test_what_is_mistyped_gets_one_line_and_code_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
@@ -63,6 +64,13 @@ def test_what_is_mistyped_gets_one_line_and_code_2(
     assert printed.out == ""
     assert printed.err.startswith("trainyard: ") and printed.err.count("\n") == 1
     assert told in printed.err
+
+
+@pytest.mark.parametrize("group", ["checkpoints", "tenant", "prices", "emulator"])
+def test_a_group_without_a_verb_prints_its_help_alone(group: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([group]) == 0
+    printed = capfd.readouterr()
+    assert "Usage" in printed.out + printed.err and "trainyard: " not in printed.err
 
 
 def test_help_loads_nothing_heavy() -> None:

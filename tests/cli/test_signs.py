@@ -88,7 +88,7 @@ def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(
 ) -> None:
     add(folder / "log.txt", RESTART.format(1, 3, KILLED))
     told = status_of(record, capsys)
-    assert told["restarts"] == f"1 in place, the last after step 3: {KILLED} (made no step since yet)"
+    assert told["restarts"] == f"1 in place, the last after step 3: {KILLED} (no step since)"
     add(folder / "log.txt", "recovery restart=1 goes_on step=3 seconds_to_next_step=9.0")
     row = {"restart": 1, "at": datetime.now(UTC).timestamp() - 61, "last_step": 3, "reason": KILLED}
     add(folder / "output/recovery.jsonl", json.dumps(row))
@@ -103,9 +103,7 @@ def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(
     assert (signs["step"], signs["saved_step"]) == (3, 2)
     monkeypatch.setattr(Machine, "state", "Failed")
     told = status_of(record, capsys)
-    assert told["restarts"].endswith(
-        "the last before a step: rank 0 on this machine: ValueError: x (made no step since)"
-    )
+    assert told["restarts"].endswith("the last before a step: rank 0 on this machine: ValueError: x (no step since)")
 
 
 def test_a_long_log_is_read_from_its_end_and_a_line_that_is_cut_is_none(

@@ -186,6 +186,7 @@ def test_like_copies_what_is_not_given(local: Path, capsys: pytest.CaptureFixtur
     [
         (["acme", "--like", "globex"], "tenant acme is there already"),
         (["vision"], "--monthly-usd, --notify, --queue: missing"),
+        (["vision", "--like", "acme", "--monthly-usd", "nan"], "--monthly-usd nan: must be dollars a month, above 0"),
         (["vision", "--like", "nobody"], "--like: tenant 'nobody' is not in environment local"),
         (["vision", "--like", "acme", "--queue", "gpu"], "--queue gpu: must look like NAME=TYPE[,TYPE]:MAX"),
         (["vision", "--like", "acme", "--queue", "gpu=ml.p5.4xlarge:9"], "max_instances 9 exceeds"),

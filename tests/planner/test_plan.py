@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ from trainyard.hardware import PriceBook, gpu, price
 from trainyard.launch.checks import warned_by_plan
 from trainyard.planner import Plan, plan, resolve
 from trainyard.planner.configurations import does_not_fit, why_slower
+from trainyard.planner.layout import Layout
 from trainyard.planner.render import above_limits, print_plan, usd_of
 from trainyard.planner.results import Configuration, TimePlan, figure
 from trainyard.spec.job import JobSpec
@@ -30,6 +32,19 @@ def test_the_chosen_configuration_is_what_resolve_decides(job: MakeJob) -> None:
         assert chosen.micro_batch_size == resolved.micro_batch_size
         assert chosen.gradient_accumulation_steps == resolved.gradient_accumulation_steps
         assert chosen.activation_checkpointing == resolved.activation_checkpointing
+
+
+def test_layouts_that_differ_have_other_words() -> None:
+    """Two rows of a search were alike but for their figures: one was of another schedule, one kept all on the host."""
+    stages = Layout(pipeline=4, num_micro_batches=8)
+    zero = Layout(engine="deepspeed", zero_stage=3, data_parallel=2, shard_degree=2)
+    assert [one.words() for one in (
+        stages, replace(stages, schedule="zero_bubble"), replace(stages, schedule="interleaved_1f1b", chunks=2),
+        zero, replace(zero, offload="cpu"), replace(zero, offload="cpu", offload_parameters="nvme"),
+    )] == [
+        "PP4 one replica", "PP4 (zero_bubble) one replica", "PP4x2 one replica",
+        "ZeRO-3 over 2", "ZeRO-3 over 2 offload cpu", "ZeRO-3 over 2 offload cpu+nvme",
+    ]  # fmt: skip
 
 
 def test_configurations_that_fit_come_first_and_by_time(job: MakeJob) -> None:

@@ -102,6 +102,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         verb = context.command_path if context else "trainyard"
         said = error.format_message().replace("Value error, ", "")
+        if not said:  # a group without a verb, whose help was printed
+            return 0
         report_error(InputError(f"{said} (see {verb} --help)"))
         return InputError.exit_code
     except typer.Abort:

@@ -1,5 +1,6 @@
 """`checkpoints list|show|verify|prune|copy`: what a job has saved."""
 
+import difflib
 import re
 import shlex
 import stat
@@ -31,6 +32,9 @@ class _ListByDefault(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and not args[0].startswith("-") and args[0] not in self.commands:
+            meant = difflib.get_close_matches(args[0], self.commands, n=1)
+            if meant and len(args) > 1 and not args[1].startswith("-"):
+                raise typer.BadParameter(f"no such verb: {args[0]}; did you mean {meant[0]}?", ctx=ctx)
             args = [DEFAULT_VERB, *args]
         return super().parse_args(ctx, args)
 

@@ -79,6 +79,7 @@ def export(
 
     Example: trainyard export acme-stdlib-llama-20260131120000-1a2b --step 500 --to exported
     """
+    from trainyard.launch.checkpoints import refuse_inside
     from trainyard.launch.local_backend import check_trainer
     from trainyard.spec.checkpoint_names import why_not_written
 
@@ -93,6 +94,8 @@ def export(
     with console(stderr=True).status("asking") as spinner:
         place = destination_of(job, environment, tenant)
         variables = place.variables
+        if place.destination == job:
+            refuse_inside(job.rstrip("/"), place.s3)
         if to.startswith("s3://") and not variables:
             if tenant is None:
                 raise InputError(

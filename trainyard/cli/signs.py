@@ -70,9 +70,8 @@ class Signs:
         if self.restarts:
             last = self.restarts[-1]
             where = f"after step {last.last_step:,}" if last.last_step else "before a step"
-            now_at = ("made no step since yet" if is_running else "made no step since") if self.is_restarting else ""
             words = f"{len(self.restarts)} in place, the last{_ago(last.at, epoch, ' ')} {where}: {last.reason}"
-            rows.append(("restarts", f"{words} ({now_at})" if now_at else words))
+            rows.append(("restarts", f"{words} (no step since)" if self.is_restarting else words))
         return rows
 
 

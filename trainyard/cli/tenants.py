@@ -1,6 +1,7 @@
 """`trainyard tenant add|show|logs|remove`: a tenant comes into an environment file, is looked at, and leaves."""
 
 import contextlib
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -253,6 +254,8 @@ def _entry(
     from trainyard.launch.contract import check_tenant
     from trainyard.operate.tenants.entry import queue_of
 
+    if monthly_usd is not None and not math.isfinite(monthly_usd):  # equal to nothing, itself included, once it is read
+        raise InputError(f"--monthly-usd {monthly_usd:g}: must be dollars a month, above 0")
     model: dict[str, Any] = {}
     if like is not None:
         check_tenant(spec, like, "--like")

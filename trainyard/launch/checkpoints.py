@@ -78,11 +78,12 @@ def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
     files = open_files(destination, s3)
     by_step = _by_step(files.sizes(FOLDER))
     if not by_step:
-        _refuse_inside(files.root, s3)
+        refuse_inside(files.root, s3)
     return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
 
 
-def _refuse_inside(root: str, s3: Any) -> None:
+def refuse_inside(root: str, s3: Any) -> None:
+    """InputError where it is a folder of checkpoints itself, or of one step: the one that holds it was meant."""
     holder, _, last = re.sub(r"/step-\d+$", "", root).rpartition("/")
     if last != FOLDER or holder == "s3:/":  # a bucket may be called so
         return

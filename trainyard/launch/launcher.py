@@ -37,6 +37,7 @@ from trainyard.launch.tracing import plan_by_trace
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.elastic import smaller
 from trainyard.spec.backends import BackendName
+from trainyard.spec.checkpoint_names import HOME
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.notes import notes_on
 from trainyard.spec.platform import TenantContract
@@ -262,7 +263,8 @@ def _local_path(path: str, where: str, hint: str = "") -> str:
             "download it"
         )
     if not Path(path).exists():
-        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){hint}")
+        home = f": {HOME}" if path.startswith("~") else hint
+        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){home}")
     return str(Path(path).resolve())
 
 

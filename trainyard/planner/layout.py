@@ -302,12 +302,16 @@ class Layout:
         if self.tensor > 1:
             parts.append(f"TP{self.tensor}")
         if self.pipeline > 1:
-            parts.append(f"PP{self.pipeline}" + (f"x{self.chunks}" if self.chunks > 1 else ""))
+            # Interleaved stages show by their chunks.
+            schedule = "" if self.chunks > 1 or self.schedule == "1f1b" else f" ({self.schedule})"
+            parts.append(f"PP{self.pipeline}" + (f"x{self.chunks}" if self.chunks > 1 else "") + schedule)
         if self.context > 1:
             parts.append(f"CP{self.context}")
         if self.expert > 1:
             parts.append(f"EP{self.expert}")
         parts.append(self._data_words())
+        if kept := {place for place in (self.offload, self.offload_parameters) if place != "none"}:
+            parts.append(f"offload {'+'.join(sorted(kept))}")
         return " ".join(parts)
 
     def _data_words(self) -> str:

@@ -18,7 +18,7 @@ MOST_CLAIM_BYTES = 5000
 _ADDRESS = re.compile(r"(s3[an]?|arn|gs|https?|file):", re.IGNORECASE)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """As a `Path` has left of an address: one of its slashes."""
-_HOME = "only a shell takes ~ for a home; write the whole path"
+HOME = "only a shell takes ~ for a home; write the whole path"
 
 
 def is_foreign(place: str) -> bool:
@@ -31,7 +31,7 @@ def why_not_written(place: str) -> str | None:
     """Why nothing is to be written to a place that somebody has just typed; None: it is a folder, or s3://. A folder
     called `~` or `gs:` would be made where one is, and who looks for it where it says finds nothing."""
     if place.lstrip().startswith("~"):
-        return _HOME
+        return HOME
     if names_no_bucket(place):
         return "names no bucket; an s3:// prefix is s3://BUCKET/PREFIX"
     return "must be an s3:// prefix or a folder" if is_foreign(place) else None
@@ -47,7 +47,7 @@ def why_not_here(path: Path) -> str | None:
     are meant; None: it is one. As `why_not_written`, which takes s3:// too."""
     text = str(path).strip()
     if text.startswith("~"):
-        return _HOME
+        return HOME
     if _ADDRESS.match(text) or _SCHEME.match(text):
         return "must be a path of this machine, and no address"
     return None if text else "names nothing"

@@ -25,5 +25,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         words = f"no step for {silent:.0f} s, and nobody has noticed"
         limit = f"the newest step is {silent:.0f} s old; the job's limit is {evidence.hang_seconds:.0f} s"
         return [fault(evidence, words, (limit,), (f"trainyard logs {job} | tail -50", *again))]
-    told = "steps are made" if evidence.is_running and silent is not None else "no rank stood still"
+    told = "no rank stood still"
+    if evidence.is_running and silent is not None:
+        told = f"steps are made: the newest is {silent:.0f} s old, the job's limit {evidence.hang_seconds:.0f} s"
     return [clear_or_unknown(evidence, told, "lines", "times"), *over(evidence, "hung"), *found]
