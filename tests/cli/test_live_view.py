@@ -94,6 +94,14 @@ def test_a_line_read_late_is_as_old_as_it_says(running: JobRecord) -> None:
         assert "step 2; its log doesn't say when" in screen(running, seen)
 
 
+def test_a_save_that_came_to_nothing_stays_told_until_one_is_committed(running: JobRecord) -> None:
+    seen, at = stepped(4.0), round(1000 * NOON.timestamp())
+    seen.read(LogLine("algo-1", "checkpoint step=2 not committed: a disk is too full for it; training goes on", at))
+    assert "none yet; step 2 was not committed: a disk is too full for it" in screen(running, seen)
+    seen.read(LogLine("algo-1", "checkpoint step=4 committed uri=s3://x seconds=1.0", at))
+    assert "step 4, 0 s ago\n" in "".join(line.rstrip() + "\n" for line in screen(running, seen).splitlines())
+
+
 def test_why_it_waits_is_said_and_no_more_once_it_runs(running: JobRecord) -> None:
     assert "waits       in share acme" in screen(running, Seen(), state="Queued", note="in share acme of its queue")
     assert "waits" not in screen(running, Seen(), note="training image downloaded")

@@ -78,6 +78,11 @@ def test_the_last_step_and_the_newest_checkpoint_are_told_with_their_age(
     assert told["saved"] == "step 2, 1 h 10 min ago" and "restarts" not in told
     (folder / "checkpoints/step-00000002/COMMITTED").unlink()
     assert status_of(record, capsys)["saved"] == "no checkpoint yet"
+    add(folder / "log.txt", "checkpoint step=3 not committed: a disk is too full for it; training goes on")
+    why = "step 3 was not committed: a disk is too full for it; training goes on"
+    assert status_of(record, capsys)["saved"] == f"no checkpoint yet; {why}"
+    add(folder / "log.txt", "checkpoint step=3 committed uri=x seconds=1.0 at=2026-01-31T12:00:00+00:00")
+    assert status_of(record, capsys)["saved"] == "no checkpoint yet", "a look at its place says so"
     # A start that went back writes the rows anew: that moment is not the last step's.
     add(folder / "log.txt", "step=4 loss=2.0")
     assert status_of(record, capsys)["last step"] == "4 of 20, loss 2.0"

@@ -53,7 +53,7 @@ def view(current: Status, seen: Seen, *, now: datetime | None = None) -> Group:
         facts.add_row("loss", f"{sparkline(list(seen.losses.values()))}  {seen.loss}")
     if seen.speed:
         facts.add_row("speed", _speed(record.plan, seen))
-    facts.add_row("checkpoint", _checkpoint(seen, now))
+    facts.add_row("checkpoint", Text(_checkpoint(seen, now), overflow="fold"))
     if (money := spent(record, now=now)) is not None:
         facts.add_row("spent", Text(money.as_line(), overflow="fold"))
     if record.attempt.failure:
@@ -96,8 +96,9 @@ def _speed(plan: dict[str, Any], seen: Seen) -> str:
 
 
 def _checkpoint(seen: Seen, now: datetime) -> str:
+    failed = f"; {seen.save_failure}" if seen.save_failure else ""
     if seen.saved_step is None:
-        return "none yet"
+        return f"none yet{failed}"
     if seen.saved_at is None:
-        return f"step {seen.saved_step:,}; its log doesn't say when"
-    return f"step {seen.saved_step:,}, {duration(now.timestamp() - seen.saved_at)} ago"
+        return f"step {seen.saved_step:,}; its log doesn't say when{failed}"
+    return f"step {seen.saved_step:,}, {duration(now.timestamp() - seen.saved_at)} ago{failed}"

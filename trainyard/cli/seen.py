@@ -14,6 +14,7 @@ _STEP_SECONDS = re.compile(r" step_seconds=(\S+)")
 _SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed (?:.* at=(?P<at>\S+))?")
 _RESTARTED = re.compile(r"^recovery restart=(?P<number>\d+) last_step=(?P<step>\d+) \S+ reason=(?P<reason>.*)")
 _WENT_ON = re.compile(r"^recovery restart=\d+ goes_on step=(?P<step>\d+)")
+_NOT_SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) not committed: (?P<reason>.*)")
 
 RECENT_STEPS = 20
 """Whose median is the step's time now: enough that a validation or a save in between doesn't move it."""
@@ -48,6 +49,8 @@ class Seen:
     saved_step: int | None = None
     """Of the newest committed checkpoint, and with the next when that was (epoch), where the log tells it."""
     saved_at: float | None = None
+    save_failure: str = ""
+    """Why the newest save came to nothing; empty once a later one was committed."""
     step_at: float | None = None
     """When `step` was made (epoch), where the log's keeper says."""
     restarts: list[Restart] = field(default_factory=list)
@@ -59,6 +62,9 @@ class Seen:
         """Take in one line; whether it was a step."""
         if (saved := _SAVED.match(line.text)) is not None:
             self.saved_step, self.saved_at = int(saved["step"]), _moment(saved["at"], line.at_ms)
+            self.save_failure = ""
+        elif (unsaved := _NOT_SAVED.match(line.text)) is not None:
+            self.save_failure = f"step {int(unsaved['step']):,} was not committed: {unsaved['reason']}"
         match = _STEP.match(line.text)
         if match is None:
             self._read_recovery(line)

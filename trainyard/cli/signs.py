@@ -40,6 +40,8 @@ class Signs:
     saved_step: int | None = None
     """Of the newest committed checkpoint, by its marker."""
     saved_at: float | None = None
+    save_failure: str = ""
+    """Why the newest save came to nothing; empty where it did not."""
     can_tell_saved: bool = False
     """Whether the place of the checkpoints could be looked at."""
     restarts: tuple[Restart, ...] = ()
@@ -63,10 +65,11 @@ class Signs:
             rows.append(("last step", f"{self.step:,}{total}{_ago(self.step_at, epoch)}{loss}"))
         elif is_running:
             rows.append(("last step", "none yet"))
+        failed = f"; {self.save_failure}" if self.save_failure else ""
         if self.saved_step is not None:
-            rows.append(("saved", f"step {self.saved_step:,}{_ago(self.saved_at, epoch)}"))
+            rows.append(("saved", f"step {self.saved_step:,}{_ago(self.saved_at, epoch)}{failed}"))
         elif self.can_tell_saved:
-            rows.append(("saved", "no checkpoint yet"))
+            rows.append(("saved", f"no checkpoint yet{failed}"))
         if self.restarts:
             last = self.restarts[-1]
             where = f"after step {last.last_step:,}" if last.last_step else "before a step"
@@ -104,6 +107,7 @@ def signs(place: Place, record: JobRecord) -> Signs:
         loss=loss,
         saved_step=saved[0] if saved else None,
         saved_at=saved[1] if saved else None,
+        save_failure=seen.save_failure,
         can_tell_saved=can_tell,
         restarts=_restarts(place, record, seen),
         is_restarting=seen.is_restarting,
