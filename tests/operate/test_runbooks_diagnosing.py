@@ -594,6 +594,19 @@ def test_a_leak_is_told_before_memory_runs_out(record: JobRecord) -> None:
     )
 
 
+def test_what_needs_less_memory_is_something_that_the_job_can_have(record: JobRecord) -> None:
+    """A job of this machine was told to take two machines, and one without a step to compare its plan with them."""
+    lines = ("local RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",)
+    there = found("out_of_memory", evidence_of(record, lines))[0].then
+    assert there[0].startswith("trainyard compare") and there[-1].endswith("compute.instance_count=4")
+    here = record.model_copy(update={"backend": "local"})
+    anew = replace(evidence_of(here, lines), rows=())
+    then = found("out_of_memory", anew)[0].then
+    assert not any("compare" in line or "instance_count" in line for line in then)
+    assert any("activation_checkpointing=full" in line for line in then)
+    assert then[-1].endswith(f"--set parallelism=auto --processes {record.resolved.world_size // 2}")
+
+
 def test_what_is_over_is_not_shouted_about(record: JobRecord) -> None:
     for fault, (lines, owner) in FAULTS.items():
         assert owner is None or named(evidence_of(record, lines, state="Completed")) == set(), fault

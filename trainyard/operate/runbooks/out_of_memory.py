@@ -42,15 +42,21 @@ def _mends(evidence: Evidence, kind: str, job: str) -> list[str]:
             "df -h /dev/shm   # in the container: as a rule half of the host's memory, with plain Docker 64 MiB",
             f"trainyard resume {job}   # other machines, if something else filled it",
         ]
-    mends = [f"trainyard compare {job}   # the planned memory beside the measured"]
+    record = evidence.record
+    is_here = record is not None and record.backend == "local"
+    # Without a step there is nothing to hold the plan against.
+    mends = [f"trainyard compare {job}   # the planned memory beside the measured"] if evidence.rows else []
     if kind == "host-memory":
         mends.append(f"{resume} checkpoint.asynchronous=false   # no copy of the state in the host's memory")
-    else:
+    if kind != "host-memory" or is_here:  # ranks without a GPU have all of it in the host's
         mends.append(f"{resume} training.activation_checkpointing=full")
-        size = evidence.record.resolved.spec.training.micro_batch_size if evidence.record else None
+        size = record.resolved.spec.training.micro_batch_size if record else None
         if isinstance(size, int) and size > 1:
             mends.append(f"{resume} training.micro_batch_size={size // 2}   # same global batch: more accumulation")
-    mends.append(f"{resume} parallelism=auto --set compute.instance_count={2 * evidence.num_hosts}")
+    if not is_here:
+        return [*mends, f"{resume} parallelism=auto --set compute.instance_count={2 * evidence.num_hosts}"]
+    if record is not None and record.resolved.world_size > 1:  # this machine is one, and stays it
+        mends.append(f"trainyard resume {job} --set parallelism=auto --processes {record.resolved.world_size // 2}")
     return mends
 
 
