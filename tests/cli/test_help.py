@@ -52,9 +52,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["launch", "job.yaml", "--backend", "moon"], "'moon'"),
         (["emulator", "start", "--port", "99999999"], "less than or equal to 65535"),
         (["predict"], "--jsonl"),
+        (["predict", "--jsonl", "my file"], "on stdin: trainyard predict --jsonl < 'my file'"),
         (["checkpoints", "verfy", "acme-x-20260131120000-1a2b"], "no such verb: verfy; did you mean verify?"),
     ],
-    ids=["verb", "argument", "option", "choice", "range", "predict", "verb of checkpoints"],
+    ids=["verb", "argument", "option", "choice", "range", "predict", "predict a file", "verb of checkpoints"],
 )
 def test_what_is_mistyped_gets_one_line_and_code_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]

@@ -108,7 +108,7 @@ def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(
     assert (signs["step"], signs["saved_step"]) == (3, 2)
     monkeypatch.setattr(Machine, "state", "Failed")
     told = status_of(record, capsys)
-    assert told["restarts"].endswith("the last before a step: rank 0 on this machine: ValueError: x (no step since)")
+    assert told["restarts"] == "2 in place, the last before a step: as it failed in the end (no step since)"
 
 
 def test_a_long_log_is_read_from_its_end_and_a_line_that_is_cut_is_none(

@@ -607,6 +607,14 @@ def test_what_needs_less_memory_is_something_that_the_job_can_have(record: JobRe
     assert then[-1].endswith(f"--set parallelism=auto --processes {record.resolved.world_size // 2}")
 
 
+def test_an_attempts_first_steps_make_no_job_slow(record: JobRecord) -> None:
+    """Of a job that ended at its third step the fault was said to be its data, which two steps had waited for."""
+    (told, *_) = found("job_slow", evidence_of(record, (), rows_of(3, data=0.4)))
+    assert told.kind == "unknown" and "first steps load and compile" in told.words
+    (told, *_) = found("job_slow", evidence_of(record, (), rows_of(60, data=0.4)))
+    assert told.kind == "fault" and told.words == "slow: data"
+
+
 def test_what_is_over_is_not_shouted_about(record: JobRecord) -> None:
     for fault, (lines, owner) in FAULTS.items():
         assert owner is None or named(evidence_of(record, lines, state="Completed")) == set(), fault

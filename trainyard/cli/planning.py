@@ -1,5 +1,6 @@
 """`plan` and `predict`: what a job will need, before it costs anything."""
 
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Put the verbs of this file into the command line."""
-    for verb in (plan, predict):
-        app.command()(verb)
+    app.command()(plan)
+    # Whoever names a file is told that it is read from stdin.
+    app.command(context_settings={"allow_extra_args": True})(predict)
 
 
 DryRunOption = Annotated[
@@ -195,6 +197,7 @@ def _drawn(
 
 
 def predict(
+    context: typer.Context,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Read one configuration per line of stdin.")] = False,
 ) -> None:
     """Predict memory and step time of many configurations: one JSON object per line in, one per line out.
@@ -205,8 +208,9 @@ def predict(
     """
     from trainyard import planner
 
-    if not jsonl:
-        raise InputError("predict reads configurations as JSON lines on stdin: trainyard predict --jsonl < FILE")
+    if not jsonl or context.args:
+        given = shlex.join(context.args) or "FILE"
+        raise InputError(f"predict reads configurations as JSON lines on stdin: trainyard predict --jsonl < {given}")
     errors = planner.Errors()
     # As bytes: what can't be decoded is one line's fault, in whatever locale.
     for line in planner.predict_jsonl(getattr(sys.stdin, "buffer", sys.stdin), errors):

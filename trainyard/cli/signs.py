@@ -55,8 +55,10 @@ class Signs:
         del found["can_tell_saved"]
         return found
 
-    def as_rows(self, num_steps: int | None, *, is_running: bool, now: datetime | None = None) -> list[tuple[str, str]]:
-        """For people: what is known, each with how long ago."""
+    def as_rows(
+        self, num_steps: int | None, *, is_running: bool, failure: str = "", now: datetime | None = None
+    ) -> list[tuple[str, str]]:
+        """For people: what is known, each with how long ago. `failure`: the attempt's, which stands beside it."""
         epoch = (now or datetime.now(UTC)).timestamp()
         rows = []
         if self.step is not None:
@@ -73,7 +75,8 @@ class Signs:
         if self.restarts:
             last = self.restarts[-1]
             where = f"after step {last.last_step:,}" if last.last_step else "before a step"
-            words = f"{len(self.restarts)} in place, the last{_ago(last.at, epoch, ' ')} {where}: {last.reason}"
+            why = "as it failed in the end" if failure.startswith(last.reason) else last.reason
+            words = f"{len(self.restarts)} in place, the last{_ago(last.at, epoch, ' ')} {where}: {why}"
             rows.append(("restarts", f"{words} (no step since)" if self.is_restarting else words))
         return rows
 

@@ -42,7 +42,8 @@ def status_table(current: Status, reached: Goodput | None = None, alive: Signs |
         facts.add_row("running", f"{observation.running_seconds:.0f} s")
     if alive is not None:
         is_running = current.observation is not None and not current.finished
-        for name, words in alive.as_rows(record.resolved.steps, is_running=is_running):
+        failure = record.attempt.failure
+        for name, words in alive.as_rows(record.resolved.steps, is_running=is_running, failure=failure):
             facts.add_row(name, Text(words))
     if reached is not None:
         facts.add_row("goodput", reached.as_line())

@@ -69,12 +69,20 @@ class Speed:
 
 def warm_rows(rows: Sequence[Row]) -> list[Row]:
     """Without the first steps of each attempt, which load and compile; all of them where there are no others."""
+    return _later_rows(rows) or [row for row in rows if _number(row.get("step_seconds")) is not None]
+
+
+def are_cold(rows: Sequence[Row]) -> bool:
+    """Whether there are none but such first steps, by which nothing can be judged."""
+    return not _later_rows(rows)
+
+
+def _later_rows(rows: Sequence[Row]) -> list[Row]:
     timed = [row for row in rows if _number(row.get("step_seconds")) is not None]
     first: dict[Any, int] = {}
     for row in timed:
         first.setdefault(row.get("attempt", 1), int(row.get("step", 0)))
-    warm = [row for row in timed if int(row.get("step", 0)) >= first[row.get("attempt", 1)] + WARM_STEPS]
-    return warm or timed
+    return [row for row in timed if int(row.get("step", 0)) >= first[row.get("attempt", 1)] + WARM_STEPS]
 
 
 def speed(

@@ -2,7 +2,7 @@
 
 from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others
 from trainyard.operate.runbooks.evidence import Evidence
-from trainyard.operate.runbooks.figures import Cause, Speed, speed
+from trainyard.operate.runbooks.figures import Cause, Speed, are_cold, speed
 from trainyard.operate.runbooks.framework import Finding
 
 NEXT: dict[Cause, tuple[str, ...]] = {
@@ -35,6 +35,9 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     if found is None:
         nothing = clear_or_unknown(evidence, "no step was made yet: nothing to measure", "figures", "job")
         return [nothing, *others(evidence, "straggler")]
+    if are_cold(evidence.rows):
+        unjudged = "can't be told: an attempt's first steps load and compile, and there are no others"
+        return [Finding("unknown", unjudged), *others(evidence, "straggler")]
     words = {"job": job_words(evidence), "type": evidence.instance_type or "TYPE"}
     findings = [
         fault(
