@@ -203,6 +203,23 @@ def test_who_waits_from_now_on_is_shown_what_comes_and_not_what_was_there(
     assert [line for line in lines if line.startswith(JOB_ID)] == [f"{JOB_ID}: Training", f"{JOB_ID}: Completed"]
 
 
+def test_who_waits_is_told_why_steps_come_again_and_what_was_warned_of_once(
+    running: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps were shown twice, and nobody said that a rank had died; a job that trained nothing had just completed."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    died = "recovery restart=1 last_step=2 backoff_seconds=2 reason=rank 1 on algo-2 was killed by SIGKILL"
+    warned = "warning: the job ends at step 2, and its checkpoint is of step 4: nothing is trained"
+    pages = [
+        [step(1), step(2), died, died],
+        [step(1), warned, warned, "a warning: of somebody else", step(2), died],
+        [],
+    ]
+    assert followed(running, tmp_path, Logged(pages, *["Training"] * 2, "Completed")).state == "Completed"
+    shown = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(JOB_ID)]
+    assert [line.split("  ")[0] for line in shown] == ["step 1", "step 2", died, "step 1", warned, "step 2", died]
+
+
 def test_a_program_that_waits_is_told_the_end_alone(
     running: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console, RenderableType
@@ -19,7 +20,24 @@ from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
 
-_NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=)")
+_NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=|recovery restart=|anomaly step=|warning: )")
+
+
+class _Notable:
+    """What of a log is told beside its steps: between two of these each once, however many hosts say it."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._told: set[str] = set()
+
+    def of(self, lines: Sequence[LogLine]) -> Iterator[tuple[LogLine, bool]]:
+        """Of new lines those to be told, and whether each is a step; all of them are taken in."""
+        for line in lines:
+            if is_step := self._seen.read(line):
+                self._told.clear()
+            if is_step or (_NOTABLE.match(line.text) and line.text not in self._told):
+                self._told.add(line.text)
+                yield line, is_step
 
 
 @dataclass(frozen=True)
@@ -87,6 +105,7 @@ class _Plain(_Quiet):
         self._out = out
         self._state = ""
         self._seen = Seen()
+        self._notable = _Notable(self._seen)
 
     def recall(self, lines: list[LogLine]) -> None:
         """See _Quiet."""
@@ -97,11 +116,8 @@ class _Plain(_Quiet):
         """Print what is new."""
         if said := self._seen.new_reclaim(current):
             self._out.print(said, markup=False)
-        for line in lines:
-            if self._seen.read(line):
-                self._out.print(str(self._seen), markup=False)
-            elif _NOTABLE.match(line.text):
-                self._out.print(line.text, markup=False)
+        for line, is_step in self._notable.of(lines):
+            self._out.print(str(self._seen) if is_step else line.text, markup=False)
         if current.state != self._state:
             self._state = current.state
             why = live_view.waits_for(current)
@@ -114,6 +130,7 @@ class _Live(_Quiet):
     def __init__(self, out: Console) -> None:
         self._out = out
         self._seen = Seen()
+        self._notable = _Notable(self._seen)
         self._current: Status | None = None
         self._lock = threading.Lock()
         self._live = Live(get_renderable=self._screen, console=out, refresh_per_second=4)
@@ -139,7 +156,7 @@ class _Live(_Quiet):
         """Bring the screen up to date; notable lines scroll above it."""
         with self._lock:
             said = self._seen.new_reclaim(current)
-            told = [line.text for line in lines if not self._seen.read(line) and _NOTABLE.match(line.text)]
+            told = [line.text for line, is_step in self._notable.of(lines) if not is_step]
             self._current = current
         if said:
             self._out.print(said, markup=False, style="yellow")
