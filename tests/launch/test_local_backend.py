@@ -352,6 +352,10 @@ def test_inputs_are_made_absolute_and_missing_ones_named(
     monkeypatch.setattr(LocalBackend, "submit", lambda *_: None)
     record = launch_here(spec, place)
     assert record.resolved.spec.data.train[0].path == str(tmp_path / "text.jsonl")
+    endless = relative.model_copy(update={"path": "x" * 300})  # as a folder that may not be looked into
+    unseen = spec.model_copy(update={"data": spec.data.model_copy(update={"train": (endless,)})})
+    with pytest.raises(InputError, match=r"data.train.0.path: 'x+': can't be looked at: File name too long"):
+        launch_here(unseen, place)
     relative = relative.model_copy(update={"path": "~/text.jsonl"})
     at_home = spec.model_copy(update={"data": spec.data.model_copy(update={"train": (relative,)})})
     with pytest.raises(InputError, match=r"~/text.jsonl: no such file or folder .*only a shell takes ~ for a home"):

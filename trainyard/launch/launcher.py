@@ -262,7 +262,11 @@ def _local_path(path: str, where: str, hint: str = "") -> str:
             f"{where}: {path} is not on this machine, and without a tenant's environment only files are read: "
             "download it"
         )
-    if not Path(path).exists():
+    try:
+        is_there = Path(path).exists()
+    except OSError as error:  # a folder that may not be looked into, a name that no file system takes
+        raise InputError(f"{where}: {path!r}: can't be looked at: {error.strerror}") from None
+    if not is_there:
         home = f": {HOME}" if path.startswith("~") else hint
         raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){home}")
     return str(Path(path).resolve())

@@ -152,6 +152,8 @@ class LocalBackend:
                 content = file.read()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise JobFailedError(f"{path}: can't be read: {error.strerror}") from None
         whole = content[: content.rfind(b"\n") + 1]
         cursor.positions["log.txt"] = str(offset + len(whole))
         if is_tail and offset:
