@@ -11,6 +11,8 @@ class TrainyardError(Exception):
     exit_code = 1
     may_run = ""
     """The id of a job that was handed over before this: whether it runs nobody has said."""
+    recorded = ""
+    """The id of a new job whose record was written before this refused it: it is not submitted."""
 
 
 class JobFailedError(TrainyardError):

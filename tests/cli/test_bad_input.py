@@ -414,6 +414,21 @@ def test_a_queue_that_is_full(
     assert S3RecordStore(deployed.client("s3"), "acme-data").job_ids() == [], "nothing was recorded"
 
 
+def test_a_job_that_is_refused_once_it_is_recorded_says_that_it_is(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a broker alone knows it refuses then: `jobs` listed a job that nobody had heard of."""
+
+    def submit(*_: object) -> None:
+        raise InputError("budget of tenant acme: nothing is left (tenant acme's broker)")
+
+    monkeypatch.setattr(SageMakerBackend, "submit", submit)
+    line = refusal(["launch", write_job(), "-e", str(environment_path)], 2)
+    (job_id,) = S3RecordStore(deployed.client("s3"), "acme-data").job_ids()
+    told = f"recorded and not submitted: `trainyard resume {job_id} --environment {environment_path}` submits it"
+    assert "budget of tenant acme: nothing is left" in line and line.endswith(told)
+
+
 def test_an_occupied_port(refusal: Refusal) -> None:
     with socket.socket() as occupant:
         occupant.bind(("127.0.0.1", 0))

@@ -509,6 +509,9 @@ def _told_what_to_do(options: str) -> Iterator[None]:
         if error.may_run:
             print(f"warning: {error.may_run} was handed over: it may run", file=sys.stderr)
             _say_what_to_do(f"{error.may_run}{options}")
+        if error.recorded:  # `jobs` lists it
+            job = f"{error.recorded}{options}"
+            error.args = (f"{error}; the job is recorded and not submitted: `trainyard resume {job}` submits it",)
         raise
 
 

@@ -425,7 +425,13 @@ def _submitted(store: RecordStore, backend: Backend, written: JobRecord, say: Sa
 def record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:
     """Write a new record, then hand its first attempt to the backend: a launcher that dies in between loses nothing."""
     say(f"writing the record of {record.job_id}")
-    return submit_attempt(store, backend, store.create(record).record, say)
+    written = store.create(record).record
+    try:
+        return submit_attempt(store, backend, written, say)
+    except TrainyardError as error:
+        if not error.may_run:
+            error.recorded = record.job_id
+        raise
 
 
 def with_destination(job: JobSpec, destination: str, world_size: int | None = None) -> ResolvedJob:
