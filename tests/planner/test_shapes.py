@@ -219,6 +219,21 @@ def test_impossible_models_are_refused(config: dict[str, Any], words: str) -> No
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"model_type": "llama", "hidden_size": "big"}', "hidden_size: must be a whole number"),
+        ('{"model_type": "llama", "num_attention_heads": 7}', "7 heads don't divide"),
+        ("{}", "model_type: is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_folders_config_names_the_file(tmp_path: Any, config: str, words: str) -> None:
+    """The job states no model.config, of which the line spoke."""
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match=f"^model.source {tmp_path}: config.json: {words}"):
+        shape_from_source(str(tmp_path))
+
+
 def test_no_more_layers_than_there_are_see_a_window() -> None:
     shape = dataclasses.replace(shape_of_known("llama-2-7b"), attention_window=4096, windowed_layers=33)
     with pytest.raises(InputError, match=r"windowed_layers must be at most the model's 32 layers \(given: 33\)"):

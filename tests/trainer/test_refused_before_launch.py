@@ -504,7 +504,7 @@ def _indexed(folder: Path, name: str) -> None:
         ),
         (
             lambda folder: (folder / "model.safetensors").write_bytes((9**6).to_bytes(8, "little") + b"{"),
-            r"has 9 bytes, not 531,449; copy",
+            r"has 9 bytes, and its header alone 531,449; copy",
         ),
         (
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid"),

@@ -725,4 +725,9 @@ def shape_from_source(source: str) -> ModelShape:
     config, known = config_from_source(source), known_name(source)
     if known in BESIDE_TOWERS and KNOWN_CONFIGS[known] is config:
         raise NotCoveredError(f"model.source {source!r}: {known} has a vision tower, of which no formula here tells")
-    return trained_shape(config)
+    try:
+        return trained_shape(config)
+    except InputError as error:
+        # The job states no model.config: its words are of the file that lies there.
+        words = re.sub(r"^model\.config(\.|: )", "config.json: ", str(error))
+        raise type(error)(f"model.source {source}: {words}" if words != str(error) else words) from None

@@ -46,11 +46,14 @@ def _files_of(folder: Path, source: str) -> list[str]:
 def _wrong_with(path: Path) -> str:
     """What is wrong with a file, and how to mend it; empty where nothing is."""
     try:
-        size, expected = path.stat().st_size, _size_by_header(path)
+        size = path.stat().st_size
+        expected = _size_by_header(path)
     except FileNotFoundError:
         return f"is not there, which {_INDEX} names; {_MEND}"
     except OSError as error:
         return f"can't be read ({error.strerror}); {_MEND}"
+    except _CutHeaderError as error:
+        return f"has {size:,} bytes, and its header alone {error.args[0]:,}; {_MEND}"
     except _PointerError:
         return "is a pointer of Git LFS, not the file: git lfs pull, or hf download"
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -58,12 +61,16 @@ def _wrong_with(path: Path) -> str:
     return f"has {size:,} bytes, not {expected:,}; {_MEND}" if size != expected else ""
 
 
+class _CutHeaderError(Exception):
+    """A file that ends in its header, and how many bytes that takes: of the tensors nothing is known."""
+
+
 class _PointerError(Exception):
     """What is there instead of a file that Git LFS has not fetched."""
 
 
 def _size_by_header(path: Path) -> int:
-    """Bytes that a file must have. OSError, `_PointerError`, and what Python raises of what is no header."""
+    """Bytes that a file must have. OSError, `_CutHeaderError`, `_PointerError`, and what Python raises of no header."""
     with path.open("rb") as file:
         begin = file.read(len(_POINTER))
         if begin == _POINTER:
@@ -74,7 +81,7 @@ def _size_by_header(path: Path) -> int:
         file.seek(_LENGTH_BYTES)
         header = file.read(length)
     if len(header) < length:
-        return _LENGTH_BYTES + length  # at least
+        raise _CutHeaderError(_LENGTH_BYTES + length)
     tensors: dict[str, Any] = json.loads(header)
     ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
     return _LENGTH_BYTES + length + max(ends, default=0)
