@@ -105,6 +105,9 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
         ("compute", {"backend": "sagemaker", "instance_type": "p5.48xlarge"}, ["ml.p5.48xlarge"]),
         ("name", "My Job", ["name", "'My Job'"]),
         ("version", 9, ["version", "upgrade"]),
+        ("name", False, ["name: input should be a valid string; write it in quotes: YAML takes no, off"]),
+        ("checkpoint.every_steps", "autoo", ["checkpoint.every_steps: input should be auto or a valid integer"]),
+        ("parallelism", "data", ["parallelism: input should be auto or a mapping of settings"]),
     ],
 )
 def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> None:

@@ -324,7 +324,8 @@ def parse(model: type[Spec], content: Mapping[str, Any], where: str) -> Spec:
         return model.model_validate(content)
     except ValidationError as error:
         told = [problem for problem in error.errors() if not _is_consequence(problem)]
-        problems = [_describe(model, problem) for problem in _without_union_noise(told)]
+        autos = {_field(problem) for problem in told if problem["loc"][-1:] == _AUTO}
+        problems = [_describe(model, problem, autos) for problem in _without_union_noise(told)]
         raise InputError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
 
 
@@ -343,9 +344,13 @@ def _is_consequence(problem: Any) -> bool:
     return problem["type"] == "too_short" and isinstance(given, list) and len(given) >= problem["ctx"]["min_length"]
 
 
+_AUTO = ("literal['auto']",)
+"""Where pydantic says that a value is not that word."""
+
+
 def _without_union_noise(problems: list[Any]) -> list[Any]:
     """`X | "auto"` fails twice; the branch that the person meant is the one whose problem is worth a line."""
-    meant = [problem for problem in problems if problem["loc"][-1:] != ("literal['auto']",)]
+    meant = [problem for problem in problems if problem["loc"][-1:] != _AUTO]
     fields = {_field(problem) for problem in meant}
     return [
         problem
@@ -358,7 +363,8 @@ def _field(problem: Any) -> str:
     return ".".join(str(part) for part in problem["loc"] if not (isinstance(part, str) and _is_union_branch(part)))
 
 
-def _describe(model: type[BaseModel], problem: Any) -> str:
+def _describe(model: type[BaseModel], problem: Any, autos: Collection[str] = ()) -> str:
+    """One problem in a line; `autos`: fields that take the word auto as well."""
     given, raw = problem.get("input"), problem["loc"]
     if raw[-1:] == ("[key]",):  # pydantic's way to say that the name is meant, not what stands under it
         raw = (*raw[:-2], "[key]")
@@ -379,6 +385,8 @@ def _describe(model: type[BaseModel], problem: Any) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:] if message[:1].isupper() and not message[1:2].isupper() else message
     message = _in_words(problem, message)
+    if field in autos:
+        message = re.sub(r"be (a valid (?:integer|number)|a mapping)", r"be auto or \1", message, count=1)
     if not location:
         return message
     between = " " if location[-1] == "[key]" and message.startswith("must ") else ": "
@@ -402,6 +410,8 @@ def _in_words(problem: Any, message: str) -> str:
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if number and (kind == "string_type" or (kind == "literal_error" and f"'{given}'" in message)):
         message += "; write it in quotes"
+    if isinstance(given, bool) and kind == "string_type":
+        message += "; write it in quotes: YAML takes no, off, yes and on for false and true"
     return message
 
 
