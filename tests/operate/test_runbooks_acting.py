@@ -21,7 +21,7 @@ from runbook_testing import record_of, rows_of
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import watch
-from trainyard.launch.backend import AwayError, Observation
+from trainyard.launch.backend import AwayError, LogLine, Observation
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.launcher import local_job
 from trainyard.launch.local_backend import LocalBackend
@@ -651,6 +651,24 @@ def test_a_drill_asks_who_runs_a_job_only_of_one_without_a_checkpoint_and_writes
     assert not any("has no job" in one["words"] for one in document["findings"])
     _, document, _ = run("disaster_drill", "--tenant", "acme", "--jobs", "2")
     assert not any("has no job" in one["words"] for one in document["findings"]), "they merely haven't saved yet"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [(["told to stop before the first step"], "unknown"), (["step=1 loss=2.5"], "fault"), ([], "fault")],
+)
+def test_a_job_that_ended_before_its_first_step_is_no_lost_one(
+    tenant: TenantContract, run: Any, deployed: Account, monkeypatch: pytest.MonkeyPatch, lines: list[str], kind: str
+) -> None:
+    """Two jobs that were stopped as they started "could not come back"."""
+    name = "acme-tiny-20990131120000-1a2b"
+    record = record_of().model_copy(update={"job_id": name, "checkpoint_destination": "s3://acme-data/none"})
+    ended = record.with_state("Training", at="2099-01-31T12:00:00+00:00").with_state("Stopped")
+    S3RecordStore(deployed.client("s3"), tenant.buckets.data).create(ended)
+    monkeypatch.setattr(ByRecord, "read_logs", lambda *_: [LogLine("algo-1", text, 1) for text in lines])
+    _, document, _ = run("disaster_drill", "--tenant", "acme", "--jobs", "1")
+    told = [one["kind"] for one in document["findings"] if name in one["words"]]
+    assert told == [kind]
 
 
 def test_a_reader_that_ends_early_gets_no_traceback(evidence: Path, environment_path: Path) -> None:

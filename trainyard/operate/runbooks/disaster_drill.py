@@ -9,8 +9,10 @@ from pathlib import Path
 from trainyard.errors import AwsAwayError, JobFailedError, TrainyardError
 from trainyard.launch import checkpoints, watch
 from trainyard.launch.aws import aws_errors
+from trainyard.launch.backend import LogCursor
 from trainyard.launch.place import Place, TenantAccess
 from trainyard.launch.record import JobRecord
+from trainyard.operate.course import row_of_line
 from trainyard.operate.runbooks.framework import Finding, Step
 from trainyard.operate.runbooks.runbook import Context, Runbook, count
 
@@ -61,6 +63,8 @@ def _without(place: Place, record: JobRecord) -> Finding:
         words = f"job {record.job_id}: has saved nothing, and whether it has trained can't be told: {error}"
         return Finding("unknown", words)
     seen = record if observation is None else watch.merged(record, observation)
+    if _has_trained(seen) and _made_no_step(place, record):
+        return Finding("unknown", f"job {record.job_id}: {seen.state}: ended before its first step, and saved nothing")
     if _has_trained(seen):
         where = record.checkpoint_destination
         words = f"job {record.job_id}: could not come back: is {seen.state}, has trained, and no checkpoint is there"
@@ -71,6 +75,19 @@ def _without(place: Place, record: JobRecord) -> Finding:
 def _has_trained(record: JobRecord) -> bool:
     """Whether any attempt of it had machines that made steps, as far as anybody saw."""
     return any(one.state == "Training" for one in record.states) or record.state == "Completed"
+
+
+def _made_no_step(place: Place, record: JobRecord) -> bool:
+    """Whether the lines of its only attempt, which has ended, tell of no step: there was nothing to save."""
+    if len(record.attempts) > 1 or not record.finished:
+        return False
+    cursor = LogCursor(first_host_alone=True)
+    try:
+        lines = place.backend.read_logs(record, cursor)
+    except TrainyardError:
+        return False
+    # A log that is longer than one look is that of no such job.
+    return bool(lines) and not cursor.more and all(row_of_line(line.text) is None for line in lines)
 
 
 def _versions(access: TenantAccess) -> list[Finding]:
