@@ -4,7 +4,7 @@ import json
 import time
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
@@ -58,6 +58,20 @@ def test_who_wants_the_newest_lines_begins_at_a_logs_end() -> None:
     for cursor in (LogCursor(), LogCursor(from_end=True)):
         _read_stream(Logs([1]), "job/algo-1-17", cursor)
     assert [one.get("startFromHead") for one in asked] == [True, None, False, None]
+
+
+def test_the_first_hosts_log_is_told_from_the_others_whatever_its_training_job_is_called(
+    contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training queue gives its training jobs names of its own."""
+    streams = ["acme-x/algo-1-17", "acme-x/algo-10-17", "acme-x/algo-2-17", "batch-acme-x-7f/algo-1-18"]
+    backend = SageMakerBackend(cast("Account", SimpleNamespace(client=lambda _: PagedLogs([1]))), contract)
+    monkeypatch.setattr(backend, "_streams", lambda *_: streams)
+    monkeypatch.setattr(backend, "_log_prefixes", lambda _: [""])
+    record = cast("JobRecord", SimpleNamespace(attempt=SimpleNamespace(training_job_name="acme-x")))
+    hosts = [line.host for line in backend.read_logs(record, LogCursor(first_host_alone=True))]
+    assert hosts == ["algo-1", "algo-1"]
+    assert len(backend.read_logs(record, LogCursor())) == len(streams)
 
 
 def test_a_read_that_stops_short_says_so() -> None:

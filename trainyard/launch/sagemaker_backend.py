@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LOG_PAGES_PER_READ = 20
 """A bound on one read, so that a follower of a chatty job still shows something every second or two."""
 
+_FIRST_HOST = "algo-1"
 _PAGE_SIZE = 100
 """SageMaker's largest; unasked it lists ten jobs a call, of few calls a second."""
 _CLOCKS_APART = timedelta(days=1)
@@ -199,8 +200,9 @@ class SageMakerBackend:
         cursor.more = False
         with aws_errors("reading logs of", f"training job {record.attempt.training_job_name}"):
             for prefix in self._log_prefixes(record):
-                for stream in self._streams(logs, f"{prefix}algo-1-" if cursor.first_host_alone else prefix):
-                    lines += _read_stream(logs, stream, cursor)
+                for stream in self._streams(logs, prefix):
+                    if not cursor.first_host_alone or _host_of(stream) == _FIRST_HOST:
+                        lines += _read_stream(logs, stream, cursor)
         return sorted(lines, key=lambda line: line.at_ms or 0)
 
     def _log_prefixes(self, record: JobRecord) -> list[str]:
@@ -226,9 +228,13 @@ def nothing_handed_over() -> Iterator[None]:
         raise AwsRefusedError(str(error)) from error
 
 
+def _host_of(stream: str) -> str:
+    """Of "<job>/algo-1-1700000000" the host, without the start time of its container."""
+    return stream.rpartition("/")[2].rpartition("-")[0]
+
+
 def _read_stream(logs: Any, stream: str, cursor: LogCursor) -> list[LogLine]:
-    # "<job>/algo-1-1700000000": the host, without the start time of its container.
-    host = stream.rpartition("/")[2].rpartition("-")[0]
+    host = _host_of(stream)
     lines: list[LogLine] = []
     for _ in range(_LOG_PAGES_PER_READ):
         token = cursor.positions.get(stream)
