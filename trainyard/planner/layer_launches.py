@@ -176,7 +176,7 @@ class LayerLaunches:
 
     def _norms(self, number: float) -> Kernels:
         # After a block they read what a product gives.
-        kind = self._layers.inner_norm if self.shape.norms_after else self._layers.norm
+        kind = self._layers.half_norm
         return times(number, NORM.get(kind, (1, 1)))
 
     def _products(self, number: float, into: float, biases: float) -> Kernels:

@@ -165,17 +165,28 @@ class TrainerLayers:
         return self.split_hidden * self._norm_input_element
 
     @property
+    def half_norm(self) -> str:
+        """The kind of the norms of a layer's halves, which may be of what these give."""
+        return self.inner_norm if self.shape.norms_after else self.norm
+
+    @property
     def _norm_input_element(self) -> int:
-        """Written out, a layer norm keeps twice what is left without the mean: to square it, and to scale it."""
-        widened = {"layer": self.residual_element, "layer_written_out": 8}.get(self.norm, 4)
-        return max(widened, self.residual_element)
+        return self._input_element_of(self.half_norm)
 
     @property
     def _normalized_element(self) -> int:
+        return self._normalized_element_of(self.half_norm)
+
+    def _input_element_of(self, norm: str) -> int:
+        """Written out, a layer norm keeps twice what is left without the mean: to square it, and to scale it."""
+        widened = {"layer": self.residual_element, "layer_written_out": 8}.get(norm, 4)
+        return max(widened, self.residual_element)
+
+    def _normalized_element_of(self, norm: str) -> int:
         """What a norm keeps of what it normalized, for its weight's gradient; torch's own makes it again."""
-        if self.is_frozen or self.norm in ("layer", "layer_fp32"):
+        if self.is_frozen or norm in ("layer", "layer_fp32"):
             return 0
-        return self.residual_element if self.norm == "rms" else 4
+        return self.residual_element if norm == "rms" else 4
 
     @property
     def _outputs_norms_bytes(self) -> float:
@@ -684,7 +695,8 @@ class TrainerLayers:
         # A loss in the head reads it, whoever keeps it.
         is_there = not self.is_frozen or self._adapts(HEADS) or self.loss_is_in_head
         output = self.residual_element * is_there
-        return self.hidden * (self._norm_input_element + self._normalized_element + output)
+        kept = self._input_element_of(self.norm) + self._normalized_element_of(self.norm)
+        return self.hidden * (kept + output)
 
     @cached_property
     def head_weight(self) -> float:
@@ -744,7 +756,7 @@ class TrainerLayers:
         """What a pipeline's head and its last norm keep of a micro-batch until its backward pass, but for the norm's
         input: whole logits, which are the stage's result, and what a softmax of no more than one part gave; of a loss
         in the head the gradients that it has made already."""
-        norm = self.hidden * self._normalized_element
+        norm = self.hidden * self._normalized_element_of(self.norm)
         wide = 4 if self._sums_in_fp32 else self.element
         if self.loss_is_in_head:
             return norm + wide * (self.hidden + self.head_weight * (not self.is_frozen))

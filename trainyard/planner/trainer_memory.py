@@ -504,7 +504,7 @@ class _Step:
         left = whole - layers.experts_bytes
         # Of what is not recomputed all is there when the experts are gathered for their backward pass.
         there = whole if self._layout.recompute == "none" else left
-        gathered, weights = self._gathering(), self._experts * element * self._gathers_experts
+        gathered, weights = self._gathering(), self._experts * layers.weight_element * self._gathers_experts
         if number and self._layout.keeps_gathered:
             gathered = weights  # once, in the forward pass, where the last layer's meet all others
         yield Moment(others + there + above + shared, 0.0, units + before + gathered, gradients)
@@ -535,7 +535,7 @@ class _Step:
         """Bytes of so many layers' spread experts between their forward and backward pass."""
         is_kept = self._layers.is_spread and self._layout.keeps_gathered and self._layout.pipeline == 1
         is_kept = is_kept and self._gathers_experts
-        return num_layers * self._experts * self._layers.element * is_kept
+        return num_layers * self._experts * self._layers.weight_element * is_kept
 
     def _gathering(self) -> float:
         """Bytes of spread experts while they are gathered: FSDP, which cuts each, puts them together by way of two
@@ -544,7 +544,7 @@ class _Step:
         if not self._gathers_experts:
             return 0.0
         if self._layout.expert_shard_degree > 1:
-            return 3 * self._experts * self._layers.element
+            return 3 * self._experts * self._layers.weight_element
         return (2 - self._last_share) * self._experts * self._layers.element
 
     def _reducing(self) -> float:
@@ -658,7 +658,7 @@ class _Step:
         return 3 if is_whole and not self._layers.has_thin_gates else 2
 
     def _norm_bytes(self) -> float:
-        kind, element = self._layers.norm, self._layers.residual_element
+        kind, element = self._layers.half_norm, self._layers.residual_element
         return {"layer": 2 * element, "layer_fp32": 8}.get(kind, NORM_BACKWARD_BYTES)
 
     def _mlp_weights(self) -> float:

@@ -267,7 +267,7 @@ class Unfused:
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
     def _norms(self, number: float) -> tuple[float, float]:
-        ours = self._layers.inner_norm if self.shape.norms_after else self._layers.norm
+        ours = self._layers.half_norm
         each = NORM_BYTES[ours if self._is_ours else self.shape.norm]
         more = AUTOCAST_BYTES if self._casts_between_layers else (0.0, 0.0)
         elements = number * self._hidden
