@@ -41,6 +41,7 @@ def nothing_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAINYARD_ENVIRONMENT", raising=False)
 
 
+@pytest.mark.parametrize("where", ["before_now", "follow"])
 @pytest.mark.parametrize(("environment", "tenant", "options"), GIVEN)
 def test_who_leaves_a_job_that_is_waited_for_is_told_that_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
@@ -48,9 +49,11 @@ def test_who_leaves_a_job_that_is_waited_for_is_told_that_it_goes_on(
     environment: str,
     tenant: str | None,
     options: str,
+    where: str,
 ) -> None:
     place = SimpleNamespace(store=None, backend=None)
-    monkeypatch.setattr("trainyard.cli.live.follow", interrupted)
+    monkeypatch.setattr("trainyard.cli.live.before_now", lambda *_: None)
+    monkeypatch.setattr(f"trainyard.cli.live.{where}", interrupted)
     monkeypatch.setattr("trainyard.cli.jobs.place_and_id", lambda *_: (place, JOB))
     monkeypatch.setattr("trainyard.launch.watch.stop", lambda *_, **__: SimpleNamespace(state="Stopped", record=None))
     with pytest.raises(KeyboardInterrupt):

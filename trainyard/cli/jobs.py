@@ -322,9 +322,10 @@ def stop(
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
         current = watch.stop(place.store, place.backend, job_id, options=options)
-        # Not before it: logs that don't answer must not keep a job running.
-        before = before_now(place, current.record) if wait and not as_json else None
     if wait:
+        # Not before the stop: logs that don't answer must not keep a job running.
+        record = current.record
+        before = None if as_json else lambda: before_now(place, record)
         current = _follow(place, job_id, quiet=as_json, options=options, before=before)
     if as_json:
         print_json(summary(current.record, current))
@@ -369,7 +370,7 @@ def resume(
         )
         begin_tracking(record, place, environment)
     if wait:
-        record = _follow(place, job_id, quiet=as_json, options=options, before=before).record
+        record = _follow(place, job_id, quiet=as_json, options=options, before=lambda: before).record
     if as_json:
         print_json(summary(record))
     else:
@@ -523,11 +524,18 @@ def _say_what_to_do(job: str) -> None:
     )
 
 
-def _follow(place: "Place", job_id: str, *, quiet: bool, options: str, before: "Before | None" = None) -> "Status":
+def _follow(
+    place: "Place",
+    job_id: str,
+    *,
+    quiet: bool,
+    options: str,
+    before: "Callable[[], Before | None] | None" = None,
+) -> "Status":
     from trainyard.cli.live import follow
 
     try:
-        return follow(place, job_id, quiet=quiet, options=options, before=before)
+        return follow(place, job_id, quiet=quiet, options=options, before=before() if before else None)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
             f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}{options}`,"
