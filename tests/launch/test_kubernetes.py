@@ -392,6 +392,9 @@ def test_logs_come_once_in_time_order_from_every_pod(submitted: Submitted, kubec
     assert not any("--tail=" in word for call in kubectl.calls for word in call)
     backend.read_logs(record, LogCursor(from_end=True))
     assert "--tail=2000" in kubectl.calls[-1]
+    kubectl.answers("logs", first, out="2026-01-31T12:05:03.2Z step=2\n")
+    lines = backend.read_logs(record, LogCursor(first_host_alone=True))
+    assert {line.host for line in lines} == {"node-0"} and first in kubectl.calls[-1], "a call a pod"
 
 
 def test_any_bytes_may_be_in_a_log(submitted: Submitted, kubectl: FakeKubectl) -> None:

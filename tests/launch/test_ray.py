@@ -243,6 +243,8 @@ def test_logs_are_every_hosts_and_the_drivers_own_words(contract: TenantContract
     seen = [(line.host, line.text) for line in lines if line is not gone]
     assert seen == [("node-0", "step=1"), ("driver", "INFO connected")]
     assert {line.at_ms for line in lines} == {None}, "logs have no times: when they are read is none of them"
+    alone = backend.read_logs(record, LogCursor(first_host_alone=True))
+    assert {line.host for line in alone} == {"node-0", "driver"}, "a call a host"
     server.logs["aa"] += "p=2\n"
     assert [line.text for line in backend.read_logs(record, cursor)] == ["step=2"]
     server.logs["gone"] = "its agent is back\n"

@@ -141,6 +141,8 @@ class KubernetesBackend:
         pods = found(self._cluster.call(where, "get", "pods", f"--selector={selector}", "--output=json"))
         lines: list[LogLine] = []
         for pod in sorted(pods, key=_index):
+            if cursor.first_host_alone and _index(pod) > 0:
+                continue
             if _container(pod).get("state", {}).keys() & {"running", "terminated"}:
                 lines += self._new_lines(where, pod, cursor)
         cursor.more = False

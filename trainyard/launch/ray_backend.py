@@ -23,6 +23,8 @@ from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 
 EVENT = "trainyard event "
 """How a line of the driver's begins that tells what happened (trainer.ray)."""
+FIRST_HOST = "node-0"
+"""As trainer.ray names it."""
 JOB_VARIABLE = "TRAINYARD_JOB"
 GPUS_VARIABLE = "TRAINYARD_GPUS_PER_HOST"
 STOP_SECONDS = 150
@@ -133,6 +135,8 @@ class RayBackend:
         lines: list[LogLine] = []
         for event in read_events(driver):
             for host, actor in event.logs.items():
+                if cursor.first_host_alone and host != FIRST_HOST:
+                    continue
                 try:
                     lines += _new_lines(host, actor, self._server.actor_log(address, actor), cursor)
                 except RefusedError as error:
