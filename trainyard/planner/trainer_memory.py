@@ -258,7 +258,11 @@ class _Step:
         layers, layer = self._layers, 2 * self._units.of(self._stage.layers - 1) if self._stage.layers else 0.0
         ends = 2 * self._root * layers.element
         yield Moment(layers.input_bytes, 0.0, ends + layer * layers.weight_element + self._received())
-        yield Moment(layers.input_bytes, 0.0, self._weights(0.0) + layer * layers.weight_element + self._received())
+        experts = 0.0
+        if layers.is_spread and self._routed_layers and self._layout.expert_shard_degree > 1:
+            experts = self._gathering() - self._experts * layers.weight_element  # one of three stays
+        put_together = max(layer * layers.weight_element, experts)
+        yield Moment(layers.input_bytes, 0.0, self._weights(0.0) + put_together + self._received())
 
     def _in_forward(self) -> Iterator[Moment]:
         """Of adapters, whose backward pass makes next to no gradients: a unit that is put together beside what the one
@@ -511,6 +515,12 @@ class _Step:
         weighing = self._weighing()
         weighing += layers.hidden * 4 * (layers.weighed_element > element)
         yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
+        if layers.reading_experts_bytes:
+            # What they gave has its gradient, and they run once more, from weights that are read anew.
+            arrived = layers.rows_bytes / self._layout.tensor
+            again = layers.read_experts_bytes + 2 * arrived + 3 * layers.expert_product_bytes
+            run = arrived - layers.rows_bytes + max(layers.reading_experts_bytes, again)
+            yield Moment(others + whole + above + shared + run, 0.0, units + before + weights, gradients)
         if self._layout.recompute != "none" and not layers.reading_experts_bytes:
             # Made again: as they came, by expert, and three of what experts give, none in their tokens' order yet.
             run = whole - layers.experts_bytes + layers.expert_run_bytes

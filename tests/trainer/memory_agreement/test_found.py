@@ -630,6 +630,34 @@ def test_a_mixtures_stages_have_the_layers_that_they_have(rank: int) -> None:
     assert found.static is not None and abs(found.static) < 0.005
 
 
+def test_norms_of_what_a_half_gives_are_written_out_under_autocast() -> None:
+    """No kernel has 16 bits beside weights of 32: OLMo 2's norms keep four times what was planned."""
+    training = {"micro_batch_size": 2, "global_batch_size": 16, "activation_checkpointing": "none"}
+    model = SMALL | {"model_type": "olmo2", "vocab_size": 4000}
+    planned, traced = _moving(agreement(model, {"data_replicate": 8}, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("lora", {"pipeline": 2, "context": 4, "expert": 2}),
+        pytest.param(
+            "qlora",
+            {"data_shard": 8, "expert": 2, "fsdp": {"reshard_after_forward": False}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_frozen_experts_are_gathered_as_they_are_stored(kind: str, layout: dict[str, Any]) -> None:
+    """A stage's by way of two copies, a fifth beyond the plan; in four bits, where they were planned in 16."""
+    model = SMALL | MIXTRAL | {"num_hidden_layers": 4, "intermediate_size": 8192, "vocab_size": 16000}
+    training = {"micro_batch_size": 1, "global_batch_size": 8, "activation_checkpointing": "full"}
+    adapts = {"targets": ("q_proj", "o_proj")}
+    planned, traced = _moving(agreement(model, layout, adapter=kind, adapts=adapts, sequence_length=512, **training))
+    assert planned == pytest.approx(traced, rel=0.05 if kind == "lora" else 0.1)
+
+
 LLAMA_4 = {
     "model_type": "llama4_text",
     "num_local_experts": 16,
