@@ -237,6 +237,16 @@ def test_blocks_give_what_their_stand_ins_give(family: str) -> None:
     assert given and set(given) == {BLOCKS_IN_TUPLES.get(family, 0)}
 
 
+def test_what_comes_before_the_blocks_is_the_first_stages_though_its_class_has_it_after() -> None:
+    """As Inkling's norm of embeddings in transformers 5.17; 5.23 has it in the embedding."""
+    job = tiny_job("single", 1, model=model_of("inkling_text"), document_masks=False)
+    model: Any = build_model(job, vocab_size=VOCAB_SIZE)
+    model.model.embed_norm = nn.LayerNorm(32)
+    first, last = (Stage(model, index, 2).model.model for index in range(2))
+    assert isinstance(first.embed_norm, nn.LayerNorm) and not isinstance(first.norm, type(model.model.norm))
+    assert not isinstance(last.embed_norm, nn.LayerNorm) and isinstance(last.norm, type(model.model.norm))
+
+
 class _Heads(nn.Module):
     """As transformers' functions ask about it."""
 

@@ -183,14 +183,16 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def path_to_blocks(model: nn.Module) -> str:
-    """The name in `model` of the list whose entries are its `transformer_blocks`, or have one each (Mamba's)."""
-    blocks = transformer_blocks(model)
+    """The name in `model` of the list whose entries are its `transformer_blocks`, or have some of them each (Mamba's,
+    and in transformers 5.17 Aria's)."""
+    blocks = {*transformer_blocks(model)}
+
+    def are_in(entries: nn.ModuleList) -> bool:
+        counts = [sum(part in blocks for part in entry.modules()) for entry in entries]
+        return sum(counts) == len(blocks) and 0 not in counts
+
     found: str = next(
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, nn.ModuleList)
-        and len(each) == len(blocks)
-        and all(any(part is block for part in entry.modules()) for entry, block in zip(each, blocks, strict=True))
+        name for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each) and are_in(each)
     )
     return found
 

@@ -144,6 +144,9 @@ field that counts streams, and whether these lie side by side, in one dimension.
 _ENDS: dict[str, frozenset[str]] = {"opt": frozenset({"final_layer_norm", "project_out"})}
 """By model type, modules that come after the blocks, though the class has them before."""
 
+_BEGINNINGS: dict[str, frozenset[str]] = {"inkling_text": frozenset({"embed_norm"})}
+"""By model type, modules that come before the blocks, though the class has them after (in transformers 5.17)."""
+
 
 @dataclass(frozen=True)
 class _Outline:
@@ -161,12 +164,15 @@ class _Outline:
         """Of a model that is whole, by the order in which its class has its modules."""
         path = path_to_blocks(model).split(".")
         host = model.get_submodule(".".join(path[:-1]))
-        ends = _ENDS.get(model.config.get_text_config().model_type, frozenset())
+        model_type = model.config.get_text_config().model_type
+        ends, beginnings = (known.get(model_type, frozenset()) for known in (_ENDS, _BEGINNINGS))
         entry, exit_, is_before = [], [], True
         for name, module in host.named_children():
             if name == path[-1]:
                 is_before = False
-            elif isinstance(module, nn.Dropout) or (_has_weights(module) and is_before and name not in ends):
+            elif isinstance(module, nn.Dropout) or (
+                _has_weights(module) and name not in ends and (is_before or name in beginnings)
+            ):
                 entry.append(name)  # nothing is dropped behind the blocks, wherever a class has its dropout
             elif _has_weights(module):
                 exit_.append(name)
