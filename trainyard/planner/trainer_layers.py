@@ -781,7 +781,8 @@ class TrainerLayers:
         gradients; or all of these, and put together, when the logits are gone; or an adapted head's own logits in the
         forward pass, beside the sum. What caps them is kept."""
         last = self.element + 12 * part + self.element * (1 - part)
-        together = self.element * (3 if self._adapts(HEADS) else 2)
+        # A pipeline's stage keeps its result.
+        together = self.element * (3 if self._adapts(HEADS) or self.layout.pipeline > 1 else 2)
         is_capped = self.shape.logits == "capped"
         return self.tokens * self.shape.vocab * (self.element * is_capped + max(last, together))
 

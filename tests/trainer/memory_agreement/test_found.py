@@ -787,3 +787,12 @@ def test_so_does_that_of_experts() -> None:
     training = {"precision": "fp32", "activation_checkpointing": "full", "micro_batch_size": 2}
     planned, traced = _moving(agreement(model, {"data_replicate": 8}, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.05)
+
+
+def test_a_stages_logits_stay_beside_their_parts_gradients_and_what_these_become() -> None:
+    """A sixth of a large vocabulary's stage that was planned as if they were gone, as they are without a pipeline."""
+    model = SMALL | {"vocab_size": 128256, "num_hidden_layers": 2}
+    training = {"loss": "logits", "micro_batch_size": 12, "global_batch_size": 24, "activation_checkpointing": "full"}
+    found = agreement(model, {"pipeline": 2}, rank=1, **training)
+    planned, traced = _moving(found)
+    assert planned == pytest.approx(traced, rel=0.03)
