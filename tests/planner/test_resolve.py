@@ -246,6 +246,10 @@ OPT_350M = {"hidden_size": 1024, "word_embed_proj_dim": 512, "vocab_size": 50272
         ({"model_type": "opt", **OPT_350M}, "word_embed_proj_dim differs from hidden_size is not covered"),
         ({"model_type": "nemotron_h", "layer_types": ["full_attention", "mlp"]}, "without Mamba layers is not covered"),
         (
+            {"model_type": "nemotron_h", "layer_types": ["mamba", "full_attention"]},
+            "transformers writes its states out",
+        ),
+        (
             {"model_type": "apertus", "vocab_size": 1000},
             r"'apertus': its sizes can't be planned \(known are \d+, .*llama",
         ),
@@ -266,7 +270,7 @@ def test_models_that_the_formulas_dont_describe_run_in_the_stated_layout(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, r"model.config.model_type: is missing"),
+        ({}, r"config.json: model_type: is missing"),
         ({"model_type": "llamma"}, r"'llamma': its sizes can't be planned; did you mean llama\?$"),
     ],
 )

@@ -9,6 +9,7 @@ from trainer_testing.agreement import LINKS, dry_run_cases, steps_of
 
 from trainyard import planner
 from trainyard.hardware import gpu
+from trainyard.planner.families import shape_from_config
 from trainyard.planner.launches import update_kernels
 from trainyard.planner.layer_launches import LayerLaunches
 from trainyard.planner.reading import layout_of_resolved, shape_of
@@ -153,8 +154,9 @@ def test_layers_launch_the_kernels_that_their_trace_has(
 ) -> None:
     """Both passes: a step of small layers takes what launching these does."""
     job = small_job(layout, {"num_hidden_layers": 6} | more, adapter=adapter, **training)
-    resolved, shape = planner.resolve(job, world_size=world_size(layout)), shape_of(job)
-    assert shape is not None
+    resolved = planner.resolve(job, world_size=world_size(layout))
+    assert job.model.config is not None
+    shape = shape_from_config(job.model.config)  # of a hybrid the trainer's jobs are planned by a trace alone
     there = layout_of_resolved(job, resolved)
     forward, backward, again = LayerLaunches(shape, there).stage(stages(shape, there)[0])
     counted = trace(resolved, 0)["work"]["kernels"]

@@ -712,9 +712,10 @@ def trained_shape(config: Config) -> ModelShape:
     """As `shape_from_config`, of a model that our own trainer runs by transformers' code: NotCoveredError also where
     formulas are of others' kernels alone."""
     shape = shape_from_config(config)
-    if shape.indexer is not None:
+    written_out = "all of its scores" if shape.indexer is not None else "its states" if shape.is_hybrid else None
+    if written_out is not None:
         raise NotCoveredError(
-            f"model.config.model_type {config['model_type']!r}: transformers writes all of its scores out, which no "
+            f"model.config.model_type {config['model_type']!r}: transformers writes {written_out} out, which no "
             "formula here tells (predict plans it under frameworks with kernels of their own)"
         )
     return shape
