@@ -111,6 +111,37 @@ def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(
     assert told["restarts"] == "2 in place, the last before a step: as it failed in the end (no step since)"
 
 
+def test_a_later_attempt_that_fails_alike_has_restarts_of_its_own(
+    record: JobRecord, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each attempt counts from 1: the second one's was taken for the first's, hours ago."""
+
+    def restarts() -> int:
+        assert run(["status", record.job_id, "--json"]) == 0
+        return len(json.loads(capsys.readouterr().out)["signs"]["restarts"])
+
+    went_on = "recovery restart=1 goes_on step=4 seconds_to_next_step=9.0"
+    row = json.dumps({"restart": 1, "at": 1.0, "last_step": 3, "reason": KILLED})
+    for line in (RESTART.format(1, 3, KILLED), went_on):
+        add(folder / "log.txt", line)
+    add(folder / "output/recovery.jsonl", row)
+    assert restarts() == 1
+    add(folder / "log.txt", RESTART.format(1, 3, KILLED))
+    assert restarts() == 2, "it is under way, and has no row"
+    add(folder / "log.txt", went_on)
+    assert restarts() == 2, "its row comes beside the checkpoints with the next one"
+    add(folder / "output/recovery.jsonl", row)
+    assert restarts() == 2
+
+
+def test_a_row_without_a_loss_tells_its_step_all_the_same(
+    record: JobRecord, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "log.txt").unlink()
+    (folder / "output/metrics.jsonl").write_text(json.dumps({"step": 7, "loss": None}) + "\n")
+    assert status_of(record, capsys)["last step"].startswith("7 of 20")
+
+
 def test_a_long_log_is_read_from_its_end_and_a_line_that_is_cut_is_none(
     record: JobRecord, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -841,7 +841,7 @@ def test_a_manifest_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> 
 
 def test_a_copy_never_costs_a_good_one_at_its_target(tmp_path: Path) -> None:
     shard = save(tmp_path / "a", 10) / "__0_0.distcp"
-    beside = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
+    beside = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "recovery.jsonl", "left_out_batches.jsonl")
     for name in beside:
         (tmp_path / "a" / name).write_text("{}\n")
     origin, to = str(tmp_path / "a"), str(tmp_path / "b")

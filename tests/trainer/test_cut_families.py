@@ -4,6 +4,7 @@ Each with all that its kind has (`trainer_testing.cut_families`), over several s
 unequal numbers of tokens; packed too where documents are kept apart.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from trainer.models.build import build_model, transformer_blocks
 from trainer.strategies import check_supported
 from trainer.strategies.context_parallel import written_out
-from trainer.strategies.pipeline import BLOCKS_IN_TUPLES, STREAMS, Stage
+from trainer.strategies.pipeline import BLOCKS_IN_TUPLES, STREAMS, Stage, check_trained
 from trainer_testing.cut_families import model_of
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
@@ -23,7 +24,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
-from trainyard.spec.support import CONTEXT_FAMILIES, DOCUMENT_FAMILIES, PIPELINE_FAMILIES, TENSOR_FAMILIES
+from trainyard.spec.support import (
+    CONTEXT_FAMILIES,
+    DOCUMENT_FAMILIES,
+    PIPELINE_FAMILIES,
+    TENSOR_FAMILIES,
+    handed_along,
+)
 
 TOLERANCE = 1e-7
 EXACT = 1e-10
@@ -225,6 +232,31 @@ def test_adapters_in_products_are_one_process(tmp_path: Path) -> None:
     check_adapters(ADAPTED, [layout | {"data_shard": 2} for layout in layouts], tmp_path)
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "schedule", "words"),
+    [
+        ([LINEAR, LINEAR, FULL, FULL], "1f1b", "its rank 0 has layers 0 to 1 alone, none of which has"),
+        ([LINEAR, FULL, LINEAR, FULL], "1f1b", None),
+        ([LINEAR, LINEAR, FULL, FULL], "interleaved_1f1b", None),
+        ([LINEAR, FULL, LINEAR, FULL], "interleaved_1f1b", "its rank 0 has layers 0 to 0 and 2 to 2 alone"),
+    ],
+)
+def test_a_rank_without_any_module_of_the_adapter_is_refused(
+    kinds: list[str], schedule: str, words: str | None
+) -> None:
+    """It ended in an optimizer's complaint of an empty list, was started again, and was called a crash loop."""
+    sizes = model_of("qwen3_5_text") | {"num_hidden_layers": len(kinds), "layer_types": kinds}
+    model: Any = build_model(tiny_job("single", 1, model=sizes, document_masks=False), vocab_size=VOCAB_SIZE)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("q_proj" in name)
+    layout = ParallelismSpec.model_validate({"pipeline": 2, "pipeline_schedule": schedule})
+    with nullcontext() if words is None else pytest.raises(InputError, match=words):
+        check_trained(model, layout)
+
+
 @pytest.mark.parametrize("family", sorted(BLOCKS_IN_TUPLES.keys() | {"gpt2", "llama", "nemotron_h", "opt"}))
 def test_blocks_give_what_their_stand_ins_give(family: str) -> None:
     """Fails where transformers' blocks of a type come to give something else: then BLOCKS_IN_TUPLES is wrong."""
@@ -305,6 +337,8 @@ def test_what_is_not_let_in_is_refused(family: str, degree: str) -> None:
         ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2"),
         ("gemma4_unified_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: 2"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}, "indexer_types: shared"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 2}, "indexer_types: shared"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSFS"}, "indexer_types: shared"),
         ("hy_v4", {"indexer_types": None}, "indexer_types: shared"),
     ],
 )
@@ -318,6 +352,8 @@ def test_layers_that_need_more_of_each_other_are_not_cut(family: str, setting: d
         InputError, match=rf"^parallelism\.pipeline: 2: layers of {family} with {told} .*use data_shard$"
     ):
         check_supported(job, device_type="cpu")
+    assert handed_along(family, (model | setting).get) == told, "the planner, by the configuration as it is written"
+    assert handed_along(family, model.get) is None
 
 
 def test_a_residual_stream_in_float32_goes_on_so() -> None:

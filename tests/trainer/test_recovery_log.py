@@ -92,3 +92,15 @@ def test_steps_that_are_made_again_are_lost_and_saves_are_no_steps(tmp_path: Pat
     assert written[2]["totals"] == {"steps": 4, "useful_seconds": 3.0, "save_seconds": 1.0}
     assert written[3]["lost"] == {"attempt": 2, "steps": 1, "seconds": 1.0}
     assert written[4]["totals"] == {"steps": 3, "useful_seconds": 2.25, "save_seconds": 0.75}
+
+
+def test_other_hosts_say_nothing_of_a_restart_that_the_first_one_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logs come host by host: told by each, one restart was as many."""
+    for is_first in (True, False):
+        log = RecoveryLog(tmp_path, is_first=is_first)
+        log.failed(RESTART)
+        log.progress(RESTART.failure.step + 1)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2 and all(line.startswith("recovery restart=") for line in told)

@@ -98,7 +98,7 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
 
 def _check_places(output_dir: Path) -> None:
     """InputError where a folder lies in the place of a file that the job writes: some are written at its very end."""
-    for name in (METRICS_FILE, ATTEMPTS_FILE, GOODPUT_FILE, LEFT_OUT_FILE, RESULT_FILE):
+    for name in (METRICS_FILE, ATTEMPTS_FILE, GOODPUT_FILE, LEFT_OUT_FILE, RECOVERY_FILE, RESULT_FILE):
         if (output_dir / name).is_dir():
             raise InputError(f"{output_dir / name}: is a folder, where the job writes a file: move it away")
 

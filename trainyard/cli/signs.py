@@ -14,7 +14,7 @@ from trainyard.cli.output import duration
 from trainyard.cli.seen import Restart, Seen
 from trainyard.errors import TrainyardError
 from trainyard.launch.backend import LogCursor
-from trainyard.launch.checkpoint_files import open_files
+from trainyard.launch.checkpoint_files import RECOVERY_FILE, open_files
 from trainyard.launch.checkpoints import newest_committed
 from trainyard.launch.compare import METRICS_FILE
 from trainyard.launch.goodput import jsonl_rows
@@ -22,8 +22,6 @@ from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
 from trainyard.operate.course import newest_rows, own_folder
 
-RECOVERY_FILE = "recovery.jsonl"
-"""A row a restart in place (trainer.host.recovery); beside the checkpoints too."""
 _MOST_ROW_BYTES = 64 * 1024
 """At a file's end, of which a row is a few hundred."""
 _MOST_LOOKS = 20
@@ -95,8 +93,9 @@ def signs(place: Place, record: JobRecord) -> Signs:
         if not newest and step is None:
             newest = (newest_rows(place, record) or [{}])[-1]
         if newest and step is None:
-            step, loss = int(newest["step"]), f"{float(newest['loss']):.6f}"
-        if folder is not None and step == newest.get("step"):
+            step = int(newest["step"])
+            loss = f"{float(newest['loss']):.6f}" if newest.get("loss") is not None else ""
+        if folder is not None and step is not None and step == newest.get("step"):
             # Its log has no times, and a start that drops rows writes the file anew: then they end at another step.
             step_at = (folder / METRICS_FILE).stat().st_mtime
     saved: tuple[int, float | None] | None = None
@@ -144,8 +143,9 @@ def _restarts(place: Place, record: JobRecord, seen: Seen) -> tuple[Restart, ...
         files = open_files(str(folder), None) if folder else open_files(record.checkpoint_destination, place.s3)
         for row in jsonl_rows(files.read(RECOVERY_FILE) or b""):
             known.append(Restart(int(row["restart"]), int(row["last_step"]), str(row["reason"]), float(row["at"])))
-    alike = [(one.number, one.last_step, one.reason) for one in known]
-    # The lines' own order: all after the last one that the file has too.
-    told = seen.restarts
-    both = [index for index, one in enumerate(told) if (one.number, one.last_step, one.reason) in alike]
-    return (*known, *told[both[-1] + 1 if both else 0 :])
+    # Lines are the end of all restarts and the file their beginning; one under way has no row yet. Each attempt counts
+    # from 1, and fails alike where it fails of the same.
+    rows, told = ([(one.number, one.last_step, one.reason) for one in kept] for kept in (known, seen.restarts))
+    least = 1 if seen.is_restarting and told else 0
+    num_both = next(count for count in range(len(told) - least, -1, -1) if rows[len(rows) - count :] == told[:count])
+    return (*known, *seen.restarts[num_both:])

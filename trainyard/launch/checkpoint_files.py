@@ -25,6 +25,8 @@ from trainyard.spec.checkpoint_names import (
     is_foreign,
 )
 
+RECOVERY_FILE = "recovery.jsonl"
+"""A row a restart in place (trainer.host.recovery); beside the checkpoints too."""
 FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.backend import Say, say_nothing
-from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
+from trainyard.launch.checkpoint_files import FOLDER, RECOVERY_FILE, Files, open_files, sha256
 from trainyard.launch.lineage import METRICS, refuse_anothers
 from trainyard.spec.checkpoint_names import file_name, misnamed, other_step, problem_with_sizes
 from trainyard.spec.retention import Retention
@@ -26,7 +26,7 @@ _MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
 _REMOVED = "it was removed while it was looked at (its job no longer keeps it, or somebody prunes)"
 _ATTEMPTS = "attempts.json"
-_BESIDE = (METRICS, _ATTEMPTS, "goodput.jsonl", "left_out_batches.jsonl")
+_BESIDE = (METRICS, _ATTEMPTS, "goodput.jsonl", RECOVERY_FILE, "left_out_batches.jsonl")
 """What a resume at another destination wants to find beside the checkpoints: without the last it would learn from
 batches that the job leaves out."""
 

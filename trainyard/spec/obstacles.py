@@ -115,10 +115,10 @@ def layout_obstacles(
     if job.task == "causal_lm":
         yield from _product_obstacles(job, layout, model, num_micro_batches=num_micro_batches, recompute=recompute)
         yield from _attention_obstacles(job, micro_batch_size)
-    if model.layer_drop is not None and (layout.engine == "deepspeed" or layout.world_size > layout.data_replicate):
+    if model.layer_drop is not None and (layout.engine == "deepspeed" or layout.world_size > 1):
         yield (
             f"model.config.{model.layer_drop} skips blocks, others on each rank, which would wait for each other's"
-            " weights or gradients; set it to 0, or use data_replicate alone with engine: torch"
+            " weights or gradients; set it to 0"
         )
     if recompute != "none" and model.model_type in NO_RECOMPUTATION:
         yield (

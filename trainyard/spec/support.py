@@ -283,12 +283,21 @@ def causal_if(model_type: str | None, stated: Callable[[str], Any]) -> str | Non
 def handed_along(model_type: str | None, stated: Callable[[str, Any], Any]) -> str | None:
     """See ModelFacts. `stated`: the configuration's value of a field, its second argument where it says nothing."""
     for name, usual in HANDED_ALONG.get(model_type or "", {}).items():
-        value = stated(name, usual)
+        value = stated(name, None)
+        if value is None:
+            value = _scheduled_indexers(stated) if model_type == "glm_moe_dsa" else usual
         if isinstance(value, list | tuple):  # a word a layer
             value = "shared" if "shared" in value else None
         if value:
             return f"{name}: {value}"
     return None
+
+
+def _scheduled_indexers(stated: Callable[[str, Any], Any]) -> str | None:
+    """What GLM-5's configuration makes of a schedule where it names no layers' indexers (transformers 5.23)."""
+    pattern, every = stated("index_topk_pattern", None), stated("index_topk_freq", None)
+    is_shared = "S" in pattern or "shared" in pattern if pattern else isinstance(every, int) and every > 1
+    return "shared" if is_shared else None
 
 
 def _listed(families: frozenset[str]) -> str:

@@ -113,7 +113,7 @@ def test_what_is_not_compared_is_what_is_rounded_or_noisy(drawn: list[Drawn]) ->
 
 
 def test_families_that_no_table_names_have_every_layout_too() -> None:
-    found = [draw_other(seed) for seed in range(1, 31)]
+    found = [draw_other(seed) for seed in (*range(1, 31), 88)]  # HSDP is one in sixty
     kinds = {re.split(r"\d", layout.strategy)[0] for one in found for layout in (one.first, one.second)}
     assert {"single", "ddp", "fsdp", "hsdp", "zero", "tensor", "pipeline", "context", "expert"} == kinds
     assert len({one.family for one in found}) > 15 and not {one.family for one in found} & set(FAMILIES)

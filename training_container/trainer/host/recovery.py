@@ -228,7 +228,7 @@ class RecoveryLog:
         }
         if is_another:
             self._open["earlier_seconds"] = self._failed_at - self._first_failed_at
-        say(
+        self._say(
             f"recovery restart={restart.number} last_step={ending.step} backoff_seconds={restart.delay_seconds:g}"
             f" reason={ending.reason}"
         )
@@ -241,7 +241,7 @@ class RecoveryLog:
         row = {**self._open, **self._parts(waited)}
         row["seconds_to_next_step"] = waited + row.get("earlier_seconds", 0.0)
         self._open = None
-        say(
+        self._say(
             f"recovery restart={row['restart']} goes_on step={last_step}"
             f" seconds_to_next_step={row['seconds_to_next_step']:.1f}"
         )
@@ -252,6 +252,11 @@ class RecoveryLog:
         if self._open is not None:
             self._write(self._open)
         self._open = None
+
+    def _say(self, line: str) -> None:
+        # One restart is told once: logs come host by host, and a line of another host would be another restart.
+        if self._is_first:
+            say(line)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._is_first:

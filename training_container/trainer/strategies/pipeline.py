@@ -30,7 +30,8 @@ from trainer.losses.head import ScoringHead
 from trainer.models.build import path_to_blocks
 from trainer.strategies.base import Clock
 from trainer.strategies.fsdp import add_up_gradients
-from trainyard.spec.job import ResolvedJob
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec, ResolvedJob
 from trainyard.spec.support import TWO_STAGES
 
 SCHEDULES: dict[str, Any] = {
@@ -45,6 +46,30 @@ def stages_of_rank(schedule: str, place: int, num_ranks: int) -> list[int]:
     """Which stages the pipeline's rank `place` has: zero_bubble goes through the ranks and back again, in a V."""
     second = {"interleaved_1f1b": place + num_ranks, "zero_bubble": 2 * num_ranks - 1 - place}
     return [place, second[schedule]] if schedule in TWO_STAGES else [place]
+
+
+def check_trained(model: PreTrainedModel, layout: ParallelismSpec) -> None:
+    """InputError where a rank of the pipeline would have nothing to train: an adapter goes to modules that layers of
+    another kind lack (attention's, in stages of linear attention alone). Every rank looks at all of them."""
+    blocks = list(model.get_submodule(path_to_blocks(model)).children())
+    trained = [_is_trained(block) for block in blocks]
+    # The ends' own are their ranks'.
+    trained[0] = trained[0] or _is_trained(model.get_input_embeddings())
+    trained[-1] = trained[-1] or _is_trained(model.get_output_embeddings())
+    for place in range(layout.pipeline):
+        mine = stages_of_rank(layout.pipeline_schedule, place, layout.pipeline)
+        count, total = len(blocks), layout.pipeline * len(mine)
+        bounds = [(index * count // total, (index + 1) * count // total) for index in mine]
+        if not any(any(trained[begin:end]) for begin, end in bounds):
+            names = " and ".join(f"{begin} to {end - 1}" for begin, end in bounds)
+            raise InputError(
+                f"parallelism.pipeline: {layout.pipeline}: its rank {place} has layers {names} alone, none of which has"
+                " a module of model.adapter.targets: name one of theirs too, or lower it"
+            )
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(weight.requires_grad for weight in module.parameters())
 
 
 class Absent(nn.Module):

@@ -52,6 +52,7 @@ class PipelineStrategy(ProductStrategy):
         model = super()._place(model)
         assert isinstance(model, PreTrainedModel)
         layout = self._job.parallelism
+        pipeline.check_trained(model, layout)
         mine = pipeline.stages_of_rank(layout.pipeline_schedule, self._mesh.place.pipeline, layout.pipeline)
         self._num_stages = layout.pipeline * len(mine)
         return nn.ModuleList(pipeline.Stage(model, index, self._num_stages) for index in mine)

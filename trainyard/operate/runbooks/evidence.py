@@ -16,6 +16,7 @@ from typing import Any
 from trainyard.errors import InputError, TrainyardError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
+from trainyard.launch.checkpoint_files import RECOVERY_FILE
 from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, looked_through, refuse_unreadable
 from trainyard.launch.compare import compare
 from trainyard.launch.goodput import jsonl_rows
@@ -32,7 +33,7 @@ from trainyard.spec.platform import TenantSpec
 
 MOST_LINES = 200_000
 """Newest lines that are read: about 50 MB; what decides is at the end."""
-BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
+BESIDE = (RECOVERY_FILE, "left_out_batches.jsonl")
 _ENDING = TERMINAL_STATES | {"Stopping", "MaxWaitTimeExceeded", "MaxRuntimeExceeded"}
 """States in which a job ends: one that only waited comes into them too, and has no machines by that."""
 TIMED = frozenset({"sagemaker", "kubernetes"})
@@ -171,7 +172,7 @@ def gather(
         state=current.state,
         note=seen.note if seen else "",
         failure=record.attempt.failure,
-        recoveries=tuple(_beside(place, record, "recovery.jsonl")),
+        recoveries=tuple(_beside(place, record, RECOVERY_FILE)),
         checkpoints=tuple(saved),
         planned=_planned(record, place, missing),
         least_of_plan=limits["throughput"],
