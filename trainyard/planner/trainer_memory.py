@@ -518,7 +518,8 @@ class _Step:
         if layers.reading_experts_bytes:
             # What they gave has its gradient, and they run once more, from weights that are read anew.
             arrived = layers.rows_bytes / self._layout.tensor
-            again = layers.read_experts_bytes + 2 * arrived + 3 * layers.expert_product_bytes
+            again = layers.read_experts_bytes + 2 * arrived + 4 * layers.expert_product_bytes
+            again += layers.weighed_bytes * (layers.weighed_element > element)  # their sum's gradient, in its own type
             run = arrived - layers.rows_bytes + max(layers.reading_experts_bytes, again)
             yield Moment(others + whole + above + shared + run, 0.0, units + before + weights, gradients)
         if self._layout.recompute != "none" and not layers.reading_experts_bytes:

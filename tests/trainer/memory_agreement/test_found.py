@@ -796,3 +796,13 @@ def test_a_stages_logits_stay_beside_their_parts_gradients_and_what_these_become
     found = agreement(model, {"pipeline": 2}, rank=1, **training)
     planned, traced = _moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.slow
+def test_spread_experts_run_once_more_beside_their_sums_gradient() -> None:
+    """QLoRA under `tensor`: four tensors of the experts' width and a gradient in fp32, of which three were planned."""
+    model = SMALL | MIXTRAL | {"intermediate_size": 4096, "vocab_size": 4000}
+    layout = {"data_shard": 4, "tensor": 2, "expert": 2}
+    training = {"micro_batch_size": 4, "global_batch_size": 16, "activation_checkpointing": "selective"}
+    planned, traced = _moving(agreement(model, layout, adapter="qlora", **training))
+    assert planned == pytest.approx(traced, rel=0.06)
