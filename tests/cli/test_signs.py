@@ -132,6 +132,8 @@ def test_a_later_attempt_that_fails_alike_has_restarts_of_its_own(
     assert restarts() == 2, "its row comes beside the checkpoints with the next one"
     add(folder / "output/recovery.jsonl", row)
     assert restarts() == 2
+    (folder / "log.txt").write_text(RESTART.format(1, 3, KILLED) + "\n")
+    assert restarts() == 3, "whatever the log's end still has of those before"
 
 
 def test_a_row_without_a_loss_tells_its_step_all_the_same(
@@ -139,7 +141,8 @@ def test_a_row_without_a_loss_tells_its_step_all_the_same(
 ) -> None:
     (folder / "log.txt").unlink()
     (folder / "output/metrics.jsonl").write_text(json.dumps({"step": 7, "loss": None}) + "\n")
-    assert status_of(record, capsys)["last step"].startswith("7 of 20")
+    told = status_of(record, capsys)["last step"]
+    assert told.startswith("7 of 20, ") and told.endswith(" ago")
 
 
 def test_a_long_log_is_read_from_its_end_and_a_line_that_is_cut_is_none(

@@ -16,6 +16,7 @@ from trainer.models.build import build_model, transformer_blocks
 from trainer.strategies import check_supported
 from trainer.strategies.context_parallel import written_out
 from trainer.strategies.pipeline import BLOCKS_IN_TUPLES, STREAMS, Stage, check_trained
+from trainer_testing.agreement import agreement
 from trainer_testing.cut_families import model_of
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, strategy_name, tiny_job
@@ -255,6 +256,14 @@ def test_a_rank_without_any_module_of_the_adapter_is_refused(
     layout = ParallelismSpec.model_validate({"pipeline": 2, "pipeline_schedule": schedule})
     with nullcontext() if words is None else pytest.raises(InputError, match=words):
         check_trained(model, layout)
+
+
+def test_such_a_job_is_refused_before_a_step_of_it_is_tried() -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000}
+    sizes |= {"intermediate_size": 512}
+    model = sizes | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, FULL]}
+    with pytest.raises(InputError, match=r"^parallelism\.pipeline: 2: its rank 0 has layers 0 to 1 alone"):
+        agreement(model, {"pipeline": 2}, rank=1, adapter="lora", documents=False, sequence_length=128)
 
 
 @pytest.mark.parametrize("family", sorted(BLOCKS_IN_TUPLES.keys() | {"gpt2", "llama", "nemotron_h", "opt"}))
