@@ -444,9 +444,10 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
             LeftOutBatches(tmp_path, one_rank()).read()
 
 
-def test_a_folder_in_the_place_of_a_record_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    (tmp_path / "result.json").mkdir()
-    with pytest.raises(InputError, match=r"result\.json: is a folder, where the job writes a file: move it away"):
+@pytest.mark.parametrize("name", ["result.json", "recovery.jsonl"])
+def test_a_folder_in_the_place_of_a_record_is_refused_before_anything_is_trained(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=rf"{name}: is a folder, where the job writes a file: move it away"):
         _check_places(tmp_path)
 
 

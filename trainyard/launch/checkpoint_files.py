@@ -122,6 +122,8 @@ def sha256(files: Files, name: str) -> str:
 
 
 class _FolderFiles:
+    """See Files: a folder."""
+
     def __init__(self, root: str) -> None:
         self._root = Path(root)
         self.root = str(self._root)
@@ -285,6 +287,8 @@ class _FolderFiles:
 
 
 class _S3Files:
+    """See Files: a bucket, or a part of one."""
+
     def __init__(self, root: str, s3: Any) -> None:
         self._s3 = s3
         self._bucket, _, prefix = root.removeprefix("s3://").partition("/")
