@@ -71,13 +71,9 @@ EXACT is what they are else."""
 
 
 def request(family: str, layout: dict[str, int], folder: Path, **changes: Any) -> RunRequest:
-    """A family's run, that compares its last weights with those of one process.
-
-    The auxiliary loss is not computed with tensor (`trainyard.spec.obstacles`), nor in what that is compared with.
-    """
-    is_balanced = not changes.pop("is_cut", "tensor" in layout)
+    """A family's run, that compares its last weights with those of one process."""
     job = {
-        "model": mixture(family, is_balanced=is_balanced),
+        "model": mixture(family),
         "document_masks": False,
         "precision": "fp64",
         "steps": LAST,
@@ -93,7 +89,7 @@ def check(families: tuple[str, ...], layout: dict[str, int], folder: Path, *, is
     numbers = EXACT if is_wide else TOLERANCE
     allowed = dict.fromkeys(families, CUT_WEIGHTS if is_cut and not is_wide else numbers)
     allowed |= {} if is_wide else WEIGHTS
-    ones = run(1, [request(family, {}, folder, is_cut=is_cut, is_wide=is_wide) for family in families])
+    ones = run(1, [request(family, {}, folder, is_wide=is_wide) for family in families])
     world_size = ParallelismSpec.model_validate(layout).world_size
     results = run(world_size, [request(family, layout, folder, is_wide=is_wide) for family in families])
     wrong = {}

@@ -1,12 +1,13 @@
 """The router's auxiliary loss is transformers' own, for each micro-batch; its engines are in test_loss_engines."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from trainer.losses.head import choices_of, install, plan_loss
-from trainer.losses.router import balance_of
+from trainer.losses.router import RouterLoss, balance_of, librarys_own_left_out
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.models.build import build_model
 from trainer.strategies import check_supported
@@ -16,6 +17,7 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.mixtures import MIXTURES, mixture
 from trainer_testing.strategy_worker import RunRequest, run
 from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trainyard.errors import InputError
@@ -32,13 +34,19 @@ def with_router_loss(family: str) -> dict[str, Any]:
     return FAMILIES[family] | {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 
 
+def balanced(router_logits: Sequence[torch.Tensor], num_chosen: int, is_token: torch.Tensor) -> torch.Tensor:
+    """In float32, as transformers has it."""
+    router = RouterLoss(router_logits[0].size(-1), num_chosen, coefficient=1.0)
+    return balance_of(router.tally(router_logits, is_token), num_chosen).float()
+
+
 def test_the_balance_is_that_of_transformers() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = tuple(torch.randn(12, 4, generator=generator) for _ in range(3))
     for padding in (0, 5):
         is_token = (torch.arange(12) < 12 - padding).view(1, 12)
         theirs = load_balancing_loss_func(logits, 4, 2, attention_mask=is_token.long())
-        torch.testing.assert_close(balance_of(logits, 2, is_token.flatten()), theirs)
+        torch.testing.assert_close(balanced(logits, 2, is_token), theirs)
 
 
 def trained(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -88,35 +96,50 @@ def test_so_is_that_of_other_families(family: str) -> None:
     ours = trained(model, sequence_loss_sum(model, TinyBatch(tokens, labels), CPU) / num_targets)
     output = model(input_ids=tokens, labels=labels)
     chosen, factor = model.config.num_experts_per_tok, model.config.router_aux_loss_coef
-    everywhere = balance_of(output.router_logits, chosen, torch.ones(tokens.numel(), dtype=torch.bool))
+    everywhere = balanced(output.router_logits, chosen, torch.ones_like(tokens, dtype=torch.bool))
     torch.testing.assert_close(everywhere, output.aux_loss, check_dtype=False)
-    padded = balance_of(output.router_logits, chosen, (labels != IGNORED_LABEL).flatten())
+    padded = balanced(output.router_logits, chosen, labels != IGNORED_LABEL)
     theirs = trained(model, output.loss + factor * (padded - everywhere))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    ("family", "parallelism", "message"),
-    [
-        (
-            "Mixtral",
-            {"pipeline": 2},
-            r"router_logits: .* with parallelism.pipeline above 1: it couples all layers",
-        ),
-        (
-            "Mixtral",
-            {"context": 2},
-            r"router_logits: .* with parallelism.context above 1: it couples all tokens",
-        ),
-        ("Qwen3-MoE", {"tensor": 2}, r"output_router_logits: .* with parallelism.tensor above 1"),
-        ("DeepSeek-V3", {}, r"output_router_logits: .* of deepseek_v3 is not verified; set it to false"),
-    ],
-)
-def test_where_it_cannot_be_computed_it_is_refused(family: str, parallelism: dict[str, int], message: str) -> None:
-    job = tiny_job("product", 2 if parallelism else 1, model=with_router_loss(family), parallelism=parallelism)
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}], ids=str)
+def test_of_a_family_that_has_none_it_is_refused(layout: dict[str, int]) -> None:
+    name = "product" if layout else "single"
+    job = tiny_job(name, 2 if layout else 1, model=with_router_loss("DeepSeek-V3"), parallelism=layout)
+    with pytest.raises(InputError, match=r"output_router_logits: .* of deepseek_v3 is not verified; set it to false"):
         check_supported(job, device_type="cpu")
+
+
+def test_16_bits_round_no_tally() -> None:
+    """Autocast makes matrix products of 16 bits, in which the choices of 1,000 tokens are counted by fours."""
+    generator = torch.Generator().manual_seed(5)
+    logits = [torch.randn(1023, 4, generator=generator) for _ in range(2)]
+    router = RouterLoss(4, 2, COEFFICIENT)
+    is_token = torch.ones((1, 1023), dtype=torch.bool)
+    plain = router.tally(logits, is_token)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(router.tally(logits, is_token), plain)
+    assert plain[0].sum() == 2 * 2 * 1023
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_transformers_makes_none_of_its_own(wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take more memory than all else of a large mixture, in validation, too; by a class of FSDP's, too."""
+    model: Any = build_model(tiny_job("single", 1, model=with_router_loss("Mixtral")), vocab_size=VOCAB_SIZE)
+    if wrapped:
+        model.__class__ = type("FSDPModel", (type(model),), {"__module__": "torch"})
+    seen: list[int] = []
+    own = modeling_mixtral.load_balancing_loss_func
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *given: seen.append(1) or own(*given))
+    tokens, labels = global_batch(1)
+    for module in (model.train(), model.eval()):
+        sequence_loss_sum(module, TinyBatch(tokens, labels), CPU)
+    assert seen == []
+    with librarys_own_left_out(nn.Linear(2, 2)):  # of a model that has none
+        model(input_ids=tokens)
+    assert seen == [1]  # and it is there again
 
 
 PHIMOE = FAMILIES["Mixtral"] | {"model_type": "phimoe"}

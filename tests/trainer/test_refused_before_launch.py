@@ -178,10 +178,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "loss: chunked can't be had: the adapter on lm_head (model.adapter.targets) adds to what the head gives; set",
     ),
-    "router's loss, cut": (
-        job_of(MIXTRAL | {"output_router_logits": True}, {"tensor": 2, "data_shard": 4}),
-        "parallelism.tensor above 1",
-    ),
     "router's loss, family": (
         job_of(LLAMA | {"output_router_logits": True}, FSDP),
         "auxiliary loss of llama is not verified",

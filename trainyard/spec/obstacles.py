@@ -64,12 +64,6 @@ _NO_DEEPSPEED_OPTIMIZERS = {
     "sgd": "is not what its checkpoints are made for here",
 }
 
-_NO_BALANCE = {
-    "tensor": "its ranks may route parts of a sequence each",
-    "pipeline": "it couples all layers, and no stage has them all",
-    "context": "it couples all tokens of a micro-batch, and no rank has them all",
-}
-
 
 def job_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
     """What no layout would mend."""
@@ -135,12 +129,6 @@ def layout_obstacles(
         yield from _compile_obstacles(layout, model, recompute)
     if job.training.loss == "chunked" and (reason := loss_obstacle(job, layout)) is not None:
         yield f"training.loss: chunked can't be had: {reason}; set it to auto or logits"
-    for degree, reason in _NO_BALANCE.items() if model.balances_router else ():
-        if getattr(layout, degree) > 1:
-            yield (
-                "model.config.output_router_logits: the router's auxiliary loss is not computed with"
-                f" parallelism.{degree} above 1: {reason}; set it to false, or use data_shard and expert"
-            )
 
 
 def loss_obstacle(job: JobSpec, layout: ParallelismSpec) -> str | None:

@@ -11,7 +11,7 @@ model has sinks (gpt-oss) or caps its scores (Gemma 2) its attention is written 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function
 
 from trainer.collective_names import all_gather_single, reduce_scatter_single
+from trainer.losses.router import Routed
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.models.attention import kernels_for, written_out_for
 from trainer.strategies.base import Batch
@@ -45,6 +46,8 @@ class SequenceShard:
     """(batch, sequence / ranks), int64: the label of the token that follows, wherever that token lies; or -100."""
     position_ids: torch.Tensor
     """(batch, sequence / ranks), int64, counted from the document's start in the whole sequence."""
+    routed: Routed
+    """Of the same tokens, by the whole sequences' labels."""
 
 
 def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
@@ -56,10 +59,12 @@ def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
     last = torch.full_like(batch.labels[:, :1], IGNORED_LABEL)
     targets = torch.cat([batch.labels[:, 1:], last], dim=1)
     layout = SequenceLayout(rank=axis.get_local_rank(), size=axis.size())
+    routed = Routed.of(targets)
     return SequenceShard(
         input_ids=layout.own_part(batch.input_ids, dim=1),
         labels=layout.own_part(targets, dim=1),
         position_ids=layout.own_part(positions, dim=1),
+        routed=replace(routed, is_token=layout.own_part(routed.is_token, dim=1)),
     )
 
 

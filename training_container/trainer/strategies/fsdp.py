@@ -108,6 +108,8 @@ def shard_weights(
             shard_placement_fn=placements.get,
             ignored_params=ignored,
         )
+    if getattr(root, "router", None) is not None:  # a stage's, whose tally is no activation; its hidden states fit
+        policy = dataclasses.replace(policy, cast_forward_inputs=False)
     shard(root, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for block in blocks:
         _keep_positions(block)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from trainer.losses.router import RouterLoss
 from trainer.models.build import transformer_blocks
 from trainer.models.facts import num_experts_of
 from trainer.optimizers.build import local_tensor
@@ -36,6 +37,9 @@ from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
+PARTS_AND_COPIES = ("context", "tensor")
+"""Axes whose ranks share a micro-batch's tokens: `RouterLoss`' two groups."""
+
 
 class ProductStrategy(TorchStrategy):
     """One rank's part of a model that is split over tensor and data axes."""
@@ -46,6 +50,8 @@ class ProductStrategy(TorchStrategy):
         self.name = name_of(job.parallelism)
         self._mesh = Mesh.of(job.parallelism, runtime.device.type)
         self._partial: list[nn.Parameter] = []
+        groups = [self._mesh.group(axis) if getattr(job.parallelism, axis) > 1 else None for axis in PARTS_AND_COPIES]
+        self._router = RouterLoss.of(getattr(model, "config", None), parts=groups[0], copies=groups[1])
         super().__init__(job=job, model=model, runtime=runtime)
         self.data_parallel_rank = data_parallel_rank(job.parallelism, runtime.rank)
 
@@ -99,7 +105,8 @@ class ProductStrategy(TorchStrategy):
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         own = self._own_part(batch)
-        return sequence_loss_sum(self._forward, own, self._device, is_shifted=self._job.parallelism.context > 1)
+        routed = own.routed.to(self._device) if isinstance(own, context_parallel.SequenceShard) else None
+        return sequence_loss_sum(self._forward, own, self._device, routed=routed, router=self._router)
 
     def _keep_partial(self, model: nn.Module, names: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from transformers import PreTrainedModel
 
 from trainer.losses.head import ScoringHead
+from trainer.losses.router import TALLY_TYPE, RouterLoss, librarys_own_left_out
 from trainer.models.build import path_to_blocks
 from trainer.strategies.base import Clock
 from trainer.strategies.fsdp import add_up_gradients
@@ -211,9 +212,11 @@ def _has_weights(module: nn.Module) -> bool:
 class Stage(nn.Module):
     """One stage: token ids or hidden states in, hidden states or logits out."""
 
-    def __init__(self, model: PreTrainedModel, index: int, num_stages: int) -> None:
-        """Takes its part of `model`, whose modules it shares; `model` itself is left as it was."""
+    def __init__(self, model: PreTrainedModel, index: int, num_stages: int, router: RouterLoss | None = None) -> None:
+        """Takes its part of `model`, whose modules it shares; `model` itself is left as it was. `router`: the model
+        trains with that auxiliary loss."""
         super().__init__()
+        self.router = router
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.is_tied = False
@@ -233,14 +236,20 @@ class Stage(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
+        tally: torch.Tensor | None = None,
+        *,
         position_ids: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        is_token: torch.Tensor | None = None,
+        num_targets: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(batch, sequence) token ids on the first stage, else what `handed` says.
 
         `targets`: given where the last stage returns their loss in place of logits; the others don't look at them.
-        `tokens`: the token ids, where all stages read them.
+        `tokens`: the token ids, where all stages read them. With a router's loss `tally` is that of the stages before,
+        `is_token` and `num_targets` are a `Routed`'s (without: hidden states or logits are all that is given), and the
+        second of two results is the tally to hand on, or on the last stage that loss.
         """
         ids = hidden if self.is_first else tokens
         begins = {"inputs_embeds": hidden} if ids is None else {"input_ids": ids}
@@ -248,22 +257,34 @@ class Stage(nn.Module):
         for receiver in self._receivers:
             receiver.hidden = hidden
         try:
-            return self._scored(inputs, targets) if self._exit is None else self._sent_on(inputs, self._exit)
+            result, output = self._scored(inputs, targets) if self._exit is None else self._sent_on(inputs, self._exit)
+            if self.router is None or is_token is None:
+                return result
+            assert tally is None or tally.dtype == TALLY_TYPE
+            total = self.router.tally(output.router_logits or (), is_token)
+            total = total if tally is None else total + tally
+            if self._exit is not None:
+                return result, total
+            assert num_targets is not None
+            return result, self.router.loss_sum(total, num_targets)
         finally:
             for boundary in (*self._receivers, *([] if self._exit is None else [self._exit])):
                 boundary.hidden = None
 
-    def _scored(self, inputs: dict[str, Any], targets: torch.Tensor | None) -> torch.Tensor:
+    def _scored(self, inputs: dict[str, Any], targets: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         head = None if targets is None else ScoringHead.of(self.model)
-        with nullcontext() if head is None or targets is None else head.scoring(targets):
-            result: torch.Tensor = self.model(**inputs).logits
-        return result
+        with (
+            nullcontext() if head is None or targets is None else head.scoring(targets),
+            librarys_own_left_out(self.model),
+        ):
+            output = self.model(**inputs)
+        return output.logits, output
 
-    def _sent_on(self, inputs: dict[str, Any], end: Exit) -> torch.Tensor:
-        self.model.base_model(**inputs)
+    def _sent_on(self, inputs: dict[str, Any], end: Exit) -> tuple[torch.Tensor, Any]:
+        output = self.model.base_model(**inputs)
         assert end.hidden is not None
         # What is sent on is detached in place once it is used up, which torch does not allow for a view.
-        return end.hidden.clone() if end.hidden._is_view() else end.hidden
+        return end.hidden.clone() if end.hidden._is_view() else end.hidden, output
 
     def handed(self, tokens: torch.Size | tuple[int, ...], computed: torch.dtype, **more: Any) -> torch.Tensor:
         """Room for what stages hand on of (batch, sequence) tokens, where matrices compute in `computed`: hidden
@@ -453,20 +474,24 @@ def timed_stage(
     config = stage.model.config.get_text_config()
     shape = (job.micro_batch_size, job.spec.data.sequence_length // job.parallelism.context)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    hidden = stage.handed(shape, dtype, device="meta", requires_grad=True)
+    handed = [stage.handed(shape, dtype, device="meta", requires_grad=True)]
     loss_dtype = torch.promote_types(dtype, torch.float32)
-    result = (
+    given = [
         torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         if gives_loss
         else torch.empty((*shape, config.vocab_size), dtype=dtype, device="meta", requires_grad=True)
-    )
+    ]
+    if stage.router is not None:
+        kinds: dict[str, Any] = {"dtype": TALLY_TYPE, "device": "meta", "requires_grad": True}
+        handed.append(torch.empty((2, stage.router.num_experts), **kinds))
+        given.append(torch.empty((), **kinds))
     return TimedStage(
         stage,
         stage.index,
         num_stages,
         device,
-        input_args=(tokens if stage.is_first else hidden,),
-        output_args=(result if stage.is_last else hidden,),
+        input_args=(tokens,) if stage.is_first else tuple(handed),
+        output_args=tuple(given) if stage.is_last else tuple(handed),
         group=group,
     )
 

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainer.losses.router import Routed
 from trainer.losses.token_loss import shifted, target_loss_sum
 from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import pipeline
 from trainer.strategies.base import Batch, Clock
+from trainer.strategies.context_parallel import SequenceShard
 from trainer.strategies.fsdp import COMPUTE_TYPES, fill_shards, reshard, shard_weights
 from trainer.strategies.parallel import ProductStrategy
 from trainyard.spec.job import ResolvedJob
@@ -55,7 +57,7 @@ class PipelineStrategy(ProductStrategy):
         pipeline.check_trained(model, layout)
         mine = pipeline.stages_of_rank(layout.pipeline_schedule, self._mesh.place.pipeline, layout.pipeline)
         self._num_stages = layout.pipeline * len(mine)
-        return nn.ModuleList(pipeline.Stage(model, index, self._num_stages) for index in mine)
+        return nn.ModuleList(pipeline.Stage(model, index, self._num_stages, self._router) for index in mine)
 
     @property
     def _stages(self) -> list[pipeline.Stage]:
@@ -142,6 +144,10 @@ class PipelineStrategy(ProductStrategy):
             more["tokens"] = tokens
         if self._has_last and self._loss_plan.kind != "logits":
             more["targets"] = targets
+        if self._router is not None:
+            routed = [self._routed(batch) for batch in batches]
+            more["is_token"] = torch.cat([each.is_token for each in routed])
+            more["num_targets"] = torch.cat([each.num_targets for each in routed])
         step(
             *((tokens,) if self._has_first else ()),
             target=targets if self._has_last else None,
@@ -156,12 +162,20 @@ class PipelineStrategy(ProductStrategy):
         labels = batch.labels.to(self._device)
         return labels if self._job.parallelism.context > 1 else shifted(labels)
 
-    def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _routed(self, batch: Batch) -> Routed:
+        routed = batch.routed if isinstance(batch, SequenceShard) else Routed.of(self._targets(batch))
+        return routed.to(self._device)
+
+    def _scaled_loss(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
         """One micro-batch's part of what is differentiated; its sum of losses is noted.
 
-        output: what the last stage gives, logits or already the loss of `targets`.
+        output: what the last stage gives, logits or already the loss of `targets`; beside it the router's, if there is
+        one.
         """
-        loss = target_loss_sum(output, targets) if self._loss_plan.kind == "logits" else output
+        result, balance = output if isinstance(output, tuple) else (output, None)
+        loss: torch.Tensor = target_loss_sum(result, targets) if self._loss_plan.kind == "logits" else result
+        if balance is not None and self._model.training:
+            loss = loss + balance.to(loss.dtype)
         self._loss_total += loss.detach().double()
         return loss * self._scale
 

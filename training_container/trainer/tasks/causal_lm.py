@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from trainer.data import JobData, TextData, build_data
 from trainer.losses.head import ScoringHead, plan_loss
-from trainer.losses.router import router_loss_sum
+from trainer.losses.router import Routed, RouterLoss, librarys_own_left_out, router_loss_sum
 from trainer.losses.token_loss import next_token_loss_sum, shifted, target_loss_sum
 from trainer.models.attention import positions_on
 from trainer.models.build import check_configuration, outline_model
@@ -59,12 +59,19 @@ class CausalLM(Task):
 
 
 def sequence_loss_sum(
-    forward: nn.Module, batch: Batch, device: torch.device, *, is_shifted: bool = False
+    forward: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    *,
+    routed: Routed | None = None,
+    router: RouterLoss | None = None,
 ) -> torch.Tensor:
     """Sum of the losses of one micro-batch, from its logits or, where the model has a ScoringHead, without them.
 
-    `is_shifted`: the batch's labels are those of the next position already.
+    `routed`: of a rank that has a part of the sequences, whose labels are those of the next position already.
+    `router`: as in `router_loss_sum`.
     """
+    is_shifted = routed is not None
     labels = batch.labels.to(device)
     targets = labels if is_shifted else shifted(labels)
     head = ScoringHead.of(forward)
@@ -75,11 +82,12 @@ def sequence_loss_sum(
     else:
         output = _output(forward, batch, device)
         loss = target_loss_sum(output.logits, labels) if is_shifted else next_token_loss_sum(output.logits, labels)
-    balance = router_loss_sum(forward, output, targets)
-    return loss if balance is None else loss + balance
+    balance = router_loss_sum(forward, output, targets, routed=routed, router=router)
+    return loss if balance is None else loss + balance.to(loss.dtype)
 
 
 def _output(forward: nn.Module, batch: Batch, device: torch.device) -> Any:
     """The model's output. Position ids that restart keep packed documents from seeing each other."""
     position_ids = None if batch.position_ids is None else positions_on(device, batch.position_ids)
-    return forward(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
+    with librarys_own_left_out(forward):
+        return forward(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
