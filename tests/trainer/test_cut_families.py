@@ -29,6 +29,7 @@ from trainyard.spec.support import (
     CONTEXT_FAMILIES,
     DOCUMENT_FAMILIES,
     PIPELINE_FAMILIES,
+    STATE_HEADS,
     TENSOR_FAMILIES,
     handed_along,
 )
@@ -42,10 +43,12 @@ STEPS = 4
 SECONDS = 900
 SHORT = ("gemma2", "gptj", "granite", "qwen3_5_text")
 """Two types of layers and caps; blocks that give tuples; scales on the way in and out; a state along the sequence."""
-SHORT_CONTEXT = ("gemma2", "gpt_oss", "olmo3")
-"""Caps, sinks, and two types of layers."""
-IN_FLOAT32 = ("gemma2", "gemma3_text", "hy_v3", "vaultgemma")
-"""Whose norms, and routers, are in float32 whatever they are given, so that it shows more than in others."""
+SHORT_CONTEXT = ("gemma2", "gpt_oss", "olmo3", "falcon_h1", "lfm2", "qwen3_5_text")
+"""Caps, sinks, and two types of layers; a state space beside attention, short convolutions, delta rules."""
+IN_FLOAT32 = ("gemma2", "gemma3_text", "hy_v3", "vaultgemma", *sorted(STATE_HEADS))
+"""Whose norms, routers and recurrences are in float32 whatever they are given, so that it shows more than in others."""
+WITH_STATES = ("kimi_linear", "lfm2_moe", "nemotron_h", "qwen3_next")
+"""Delta rules with a decay a head and a channel, a state space with groups of heads, short convolutions; experts."""
 OF_PRODUCTS = ("cohere2", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "minimax_m2", "olmo2", "phi3")
 """Two types of layers, caps, wide norms, shared experts, sinks, scales, norms of all heads, fused matrices."""
 ADAPTED = {
@@ -56,6 +59,13 @@ ADAPTED = {
     "olmo2": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
 }
+ADAPTED_STATES = {
+    "bamba": ["q_proj", "in_proj", "out_proj"],
+    "lfm2": ["q_proj", "in_proj"],
+    "qwen3_5_text": ["q_proj", "in_proj_qkv"],
+    "qwen3_next": ["q_proj", "in_proj_qkvz", "out_proj"],
+}
+"""Likewise, of layers with a state."""
 """By family, what an adapter goes to: of mixtures that are cut, to attention alone."""
 GROUP = 8
 """Families in one launch."""
@@ -127,7 +137,9 @@ def test_further_families_whose_sequences_are_cut_are_one_process(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "families", [("gemma3_text",), pytest.param(IN_FLOAT32, marks=pytest.mark.full)], ids=["quick", "all"]
+    "families",
+    [("gemma3_text", "qwen3_5_text"), pytest.param(IN_FLOAT32, marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
+    ids=["quick", "all"],
 )
 def test_what_cut_sequences_differ_by_is_rounding(families: tuple[str, ...], tmp_path: Path) -> None:
     """Of what these models compute in float32: without it nothing is left of it."""
@@ -171,6 +183,11 @@ def test_other_schedules_and_recomputation_are_one_process(tmp_path: Path) -> No
                 {"pipeline": 2, "expert": 2, "data_shard": 2},
             ],
             id="experts",
+        ),
+        pytest.param(
+            WITH_STATES,
+            [{"context": 4}, {"context": 2, "expert": 2, "data_shard": 2}, {"pipeline": 2, "context": 2}],
+            id="states",
         ),
         pytest.param(
             ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_next"),
@@ -231,6 +248,7 @@ def test_adapters_in_stages_are_one_process(tmp_path: Path) -> None:
 def test_adapters_in_products_are_one_process(tmp_path: Path) -> None:
     layouts = [{"pipeline": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2, "tensor": 2}]
     check_adapters(ADAPTED, [layout | {"data_shard": 2} for layout in layouts], tmp_path)
+    check_adapters(ADAPTED_STATES, [{"context": 2}, {"context": 2, "data_shard": 2}], tmp_path)
 
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -329,7 +347,7 @@ def test_attention_that_is_written_out_is_that_of_transformers(kind: str) -> Non
         ("falcon", "context"),
         ("gptj", "context"),
         ("mamba", "context"),
-        ("qwen3_5_text", "context"),
+        ("minimax", "context"),
         ("zamba", "pipeline"),
     ],
 )

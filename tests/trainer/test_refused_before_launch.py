@@ -48,6 +48,10 @@ BERT = {
     **{"num_attention_heads": 8, "vocab_size": 1024, "max_position_embeddings": 8192},
 }
 OPT = LLAMA | {"model_type": "opt", "ffn_dim": 1024}
+QWEN3_NEXT = LLAMA | {
+    **{"model_type": "qwen3_next", "linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 64},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
+}
 BART = {
     **{
         "model_type": "bart",
@@ -124,6 +128,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "context, eager": (job_of(LLAMA, {"context": 8}, model={"attention": "eager"}), "model.attention: eager"),
     "context, odd": (job_of(LLAMA, {"context": 8}, data={"sequence_length": 4090}), "use 4080"),
+    "context of too few heads": (
+        job_of(QWEN3_NEXT, {"context": 8}, data={"document_masks": False}),
+        "context: 8 does not divide the model's linear_num_key_heads (4)",
+    ),
+    "context beside tensor of too few heads": (
+        job_of(QWEN3_NEXT, {"context": 4, "tensor": 2}, data={"document_masks": False}),
+        "context: 4 x tensor 2 does not divide the model's linear_num_key_heads (4)",
+    ),
     "deepspeed, muon": (job_of(LLAMA, ZERO, training={"optimizer": {"kind": "muon"}}), "optimizer.kind: muon"),
     "deepspeed, sgd": (job_of(LLAMA, ZERO, training={"optimizer": {"kind": "sgd"}}), "optimizer.kind: sgd"),
     "deepspeed, average": (job_of(LLAMA, ZERO, training={"optimizer": {"average_decay": 0.9}}), "average_decay"),

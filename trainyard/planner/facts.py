@@ -11,7 +11,7 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names
 from trainyard.spec.obstacles import job_obstacles
-from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, handed_along, layer_drop
+from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, handed_along, layer_drop, state_heads
 
 
 def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
@@ -30,6 +30,7 @@ def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
         handed_along=handed_along(model_type, config.get),
         causal_if=causal_if(model_type, config.get),
         layer_drop=layer_drop(config.get),
+        state_heads=state_heads(model_type, config.get),
     )
     return facts if shape is None else _with_sizes(facts, config, shape)
 

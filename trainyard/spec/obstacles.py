@@ -398,7 +398,7 @@ def _product_obstacles(
         found.append(pipeline_obstacle(model, layout, num_micro_batches=num_micro_batches, recompute=recompute))
     if layout.context > 1:
         length, attention = job.data.sequence_length, job.model.attention
-        found.append(context_obstacle(model.model_type, layout.context, sequence_length=length, attention=attention))
+        found.append(context_obstacle(model, layout, sequence_length=length, attention=attention))
     if layout.expert > 1 or (layout.tensor > 1 and model.num_experts):
         found.append(expert_obstacle(model.model_type, model.num_experts, layout))
     yield from (obstacle for obstacle in found if obstacle is not None)

@@ -67,12 +67,34 @@ PIPELINE_FAMILIES = (
 """Models whose blocks hand one tensor of hidden states from each to the next, and nothing else that depends on tokens,
 so that a forward pass may be interrupted between any two. Each is tried at two ranks (`test_cut_families`)."""
 
-CONTEXT_FAMILIES = (PIPELINE_FAMILIES - STAGE_FAMILIES) - {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"}
-"""Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tried as
-above).
+_DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_STATE_SPACE_HEADS = {"mamba_n_heads": 128, "mamba_n_groups": 1}
+STATE_HEADS: Mapping[str, Mapping[str, int | str]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _STATE_SPACE_HEADS),
+    "kimi_linear": {"linear_num_heads": 32},
+    "lfm2": {"hidden_size": 2560},
+    "lfm2_moe": {"hidden_size": 2048},
+    "mamba2": {"num_heads": 128, "n_groups": 8},
+    "nemotron_h": {"mamba_num_heads": 128, "n_groups": 8},
+    "olmo_hybrid": dict.fromkeys(_DELTA_HEADS, "num_attention_heads"),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA_HEADS),
+}
+"""Model types whose layers with a state along the sequence (delta rules, state spaces of Mamba-2's kind, short
+convolutions) ranks divide by heads while they see whole sequences (`strategies/context_states.py` of the trainer) ->
+the fields that number these heads (or channels), and what transformers (5.23) takes where nothing is stated, a number
+or another field."""
 
-A state-space or convolution layer would silently see a cut sequence, so others are refused; those that are left out
-here write their attention out themselves.
+_SHARED_HEADS = frozenset({"mamba_n_groups", "n_groups"})
+"""Fields of STATE_HEADS of which several ranks may have the same one."""
+
+CONTEXT_FAMILIES = (
+    (PIPELINE_FAMILIES - STAGE_FAMILIES) - {"bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"}
+) | STATE_HEADS.keys()
+"""Model types whose tokens meet in attention through transformers' AttentionInterface, and beside it in layers of
+STATE_HEADS at most (each tried as above).
+
+Another layer with a state would silently see a cut sequence, so others are refused; of those without one that are left
+out here the attention is written out in their own code.
 """
 
 HANDED_ALONG: Mapping[str, Mapping[str, int | str]] = {
@@ -254,6 +276,8 @@ class ModelFacts:
     """What would keep tokens from seeing later ones, which they do; None: they don't."""
     layer_drop: str | None = None
     """A field of LAYER_DROPS with its value; None: every block is computed in every pass."""
+    state_heads: Mapping[str, int] = field(default_factory=dict)
+    """Fields of STATE_HEADS with their values, of a model type that is there."""
 
 
 def layer_drop(stated: Callable[[str], Any]) -> str | None:
@@ -263,6 +287,20 @@ def layer_drop(stated: Callable[[str], Any]) -> str | None:
         if isinstance(share, int | float) and share > 0:
             return f"{name}: {share:g}"
     return None
+
+
+def state_heads(model_type: str | None, stated: Callable[[str], Any]) -> dict[str, int]:
+    """See ModelFacts. `stated`: the configuration's value of a field, None where it says nothing."""
+    found = {}
+    for name, usual in STATE_HEADS.get(model_type or "", {}).items():
+        value = stated(name)
+        if value is None and name == "linear_num_heads":  # Kimi Linear's, as it is published
+            value = (stated("linear_attn_config") or {}).get("num_heads")
+        if value is None:
+            value = stated(usual) if isinstance(usual, str) else usual
+        if isinstance(value, int) and not isinstance(value, bool):
+            found[name] = value
+    return found
 
 
 def causal_if(model_type: str | None, stated: Callable[[str], Any]) -> str | None:
@@ -355,11 +393,12 @@ def pipeline_obstacle(
     return None
 
 
-def context_obstacle(model_type: str, degree: int, *, sequence_length: int, attention: str) -> str | None:
-    """Why sequences can't be cut over so many ranks (more than one)."""
-    if model_type not in CONTEXT_FAMILIES:
+def context_obstacle(model: ModelFacts, layout: ParallelismSpec, *, sequence_length: int, attention: str) -> str | None:
+    """Why a model's sequences can't be cut over the layout's context axis (of more than one rank)."""
+    degree = layout.context
+    if model.model_type not in CONTEXT_FAMILIES:
         return (
-            f"parallelism.context: {degree} is not verified for model_type {model_type}: set it to 1, or use"
+            f"parallelism.context: {degree} is not verified for model_type {model.model_type}: set it to 1, or use"
             f" {_listed(CONTEXT_FAMILIES)}"
         )
     if attention not in ("auto", "sdpa"):
@@ -373,6 +412,20 @@ def context_obstacle(model_type: str, degree: int, *, sequence_length: int, atte
             f"parallelism.context: {degree} cuts a sequence into {2 * degree} equal pieces, but data.sequence_length is"
             f" {sequence_length}: use {below}, or another multiple of {2 * degree}"
         )
+    return _undivided_heads(model.state_heads, layout)
+
+
+def _undivided_heads(heads: Mapping[str, int], layout: ParallelismSpec) -> str | None:
+    """Of layers with a state along the sequence, whose heads are divided over the context axis inside of tensor's."""
+    ranks = layout.context * layout.tensor
+    both = f" x tensor {layout.tensor}" if layout.tensor > 1 else ""
+    for name, count in heads.items():
+        is_shared = name in _SHARED_HEADS and ranks % count == 0
+        if count % ranks and not is_shared:
+            return (
+                f"parallelism.context: {layout.context}{both} does not divide the model's {name} ({count}), over which"
+                " layers with a state along the sequence are spread: use a divisor of it"
+            )
     return None
 
 

@@ -27,6 +27,7 @@ from trainyard.spec.support import (
     PIPELINE_FAMILIES,
     ROUTER_FAMILIES,
     STAGE_FAMILIES,
+    STATE_HEADS,
     TENSOR_FAMILIES,
 )
 
@@ -209,8 +210,10 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         f"tests/trainer/test_cut_families.py`): {', '.join(sorted(both - TENSOR_FAMILIES))}.",
         f"So does `context`, but for {', '.join(sorted(both - CONTEXT_FAMILIES))}.",
         "",
-        "`pipeline`, and not `context`, takes as well, held likewise, those whose layers carry a state along the",
-        f"sequence, choose tokens or are of other new kinds: {', '.join(sorted(STAGE_FAMILIES))}.",
+        "`pipeline` takes as well, held likewise, those whose layers carry a state along the sequence, choose",
+        f"tokens or are of other new kinds: {', '.join(sorted(STAGE_FAMILIES))}.",
+        "Of these `context` takes those with delta rules, state spaces of Mamba-2's kind or short convolutions,",
+        f"where it divides the heads of these layers: {', '.join(sorted(STATE_HEADS))}.",
         "Settings by which layers need more of each other than hidden states are refused (Gemma 4's shared keys and",
         "values and its inputs of each layer, shared indexers of glm_moe_dsa and hy_v4).",
         "",

@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 from trainer.models.configuration import configuration_of, differs_by_layer, size_of, states_positions
 from trainyard.spec.job import ResolvedJob
-from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, handed_along, layer_drop
+from trainyard.spec.support import OWN_HEAD_NORMS, ModelFacts, causal_if, handed_along, layer_drop, state_heads
 
 
 def facts_of(job: ResolvedJob) -> ModelFacts:
@@ -32,6 +32,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         handed_along=handed_along(config.model_type, lambda name, usual: getattr(config, name, usual)),
         causal_if=causal_if(config.model_type, lambda name: getattr(config, name, None)),
         layer_drop=layer_drop(lambda name: getattr(config, name, None)),
+        state_heads=state_heads(config.model_type, lambda name: getattr(config, name, None)),
     )
 
 

@@ -35,6 +35,9 @@ OTHER_ATTENTION = ("position_bias",)
 """Arguments by which models ask for more than a mask, a scale, dropout, a cap and sinks; none of CONTEXT_FAMILIES
 does."""
 
+WITHOUT_ATTENTION = frozenset({"mamba2"})
+"""Model types whose tokens meet in layers with a state alone (`context_states`): nothing asks where a token stands."""
+
 
 @dataclass(frozen=True)
 class SequenceShard:
@@ -77,8 +80,9 @@ def apply(model: PreTrainedModel, axis: DeviceMesh) -> None:
     AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation(name)
     assert model.config._attn_implementation == name
-    # The base model, not the head around it: pipeline stages call the former.
-    model.base_model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
+    if model.config.model_type not in WITHOUT_ATTENTION:
+        # The base model, not the head around it: pipeline stages call the former.
+        model.base_model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from trainer.models.build import transformer_blocks
 from trainer.models.facts import num_experts_of
 from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
-from trainer.strategies import context_parallel, expert_parallel, tensor_parallel
+from trainer.strategies import context_parallel, context_states, expert_parallel, tensor_parallel
 from trainer.strategies.base import Batch, Clock
 from trainer.strategies.fsdp import (
     fill_shards,
@@ -60,6 +60,7 @@ class ProductStrategy(TorchStrategy):
         if self._job.parallelism.context > 1:
             assert isinstance(model, PreTrainedModel)
             context_parallel.apply(model, self._mesh.axis("context"))
+            context_states.apply(model, self._mesh.axis("context"))
         return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
