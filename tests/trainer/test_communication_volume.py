@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from trainer.dry_run.trace import trace
 from trainer_testing.communication_worker import Case, Counts, count
+from trainer_testing.cut_families import model_of
 from trainer_testing.families import FAMILIES
 from trainer_testing.text_job import write_job
 from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCAB_SIZE, tiny_job
@@ -33,6 +34,8 @@ SCALAR = 8
 
 FULL = {"micro_batch_size": GLOBAL_BATCH}
 MIXTRAL: dict[str, Any] = {**FAMILIES["Mixtral"]}
+DELTAS: dict[str, Any] = model_of("qwen3_5_text")
+"""Of four layers two have a delta rule."""
 
 IN_TWO = (
     Case("ddp", "ddp", micro_batch_size=8),
@@ -41,6 +44,7 @@ IN_TWO = (
     Case("fsdp, 4 micro-batches", "fsdp"),
     Case("tensor", parallelism={"tensor": 2}, **FULL),  # type: ignore[arg-type]
     Case("context", parallelism={"context": 2}, **FULL),  # type: ignore[arg-type]
+    Case("context, deltas", model=DELTAS, parallelism={"context": 2}, document_masks=False, **FULL),  # type: ignore[arg-type]
     Case("pipeline", parallelism={"pipeline": 2}, micro_batch_size=4),
     Case("expert", model=MIXTRAL, parallelism={"data_shard": 2, "expert": 2}, micro_batch_size=8),
     *(Case(f"zero{stage}", f"zero{stage}", micro_batch_size=8) for stage in (1, 2, 3)),
@@ -73,7 +77,12 @@ SAME_AS_DRY = [case for case in IN_TWO if case.name != "expert" and not case.nam
 def test_a_dry_run_sends_the_same_messages(in_two: dict[str, list[Counts]], case: Case) -> None:
     """Kind by kind, as many and as large, on every rank."""
     job = tiny_job(
-        case.strategy, 2, model=case.model, parallelism=case.parallelism, micro_batch_size=case.micro_batch_size
+        case.strategy,
+        2,
+        model=case.model,
+        parallelism=case.parallelism,
+        micro_batch_size=case.micro_batch_size,
+        document_masks=case.document_masks,
     )
     for rank, real in enumerate(in_two[case.name]):
         counts: Counts = {}
@@ -148,6 +157,20 @@ def test_context_parallel_gathers_keys_and_values(in_two: dict[str, list[Counts]
         "reduce_scatter": [3 * LAYERS + 1, LAYERS * 2 * keys + ALL],
         "all_reduce": [1, SCALAR],
     }
+
+
+def test_context_parallel_trades_tokens_for_heads_where_layers_have_a_state(in_two: dict[str, list[Counts]]) -> None:
+    """Each rank's own tokens of all heads for all tokens of its own heads, and back: two all-to-alls a layer forward,
+    and their gradients' two backward (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509, section 3.2). There go
+    queries, keys, values, a decay and a rate of each value's head, in one message; back comes what the state gives.
+    """
+    num_layers = DELTAS["layer_types"].count("linear_attention")
+    key_heads, value_heads = DELTAS["linear_num_key_heads"], DELTAS["linear_num_value_heads"]
+    values = value_heads * DELTAS["linear_value_head_dim"]
+    there = 2 * key_heads * DELTAS["linear_key_head_dim"] + values + 2 * value_heads
+    own_tokens = GLOBAL_BATCH * SEQUENCE_LENGTH // 2
+    for rank in in_two["context, deltas"]:
+        assert rank["all_to_all"] == [4 * num_layers, 2 * BYTES * own_tokens * (there + values) * num_layers]
 
 
 def test_a_pipeline_sends_one_activation_each_way_a_micro_batch(in_two: dict[str, list[Counts]]) -> None:

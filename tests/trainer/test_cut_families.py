@@ -189,6 +189,7 @@ def test_other_schedules_and_recomputation_are_one_process(tmp_path: Path) -> No
             [{"context": 4}, {"context": 2, "expert": 2, "data_shard": 2}, {"pipeline": 2, "context": 2}],
             id="states",
         ),
+        pytest.param(("qwen3_5_text", "qwen3_next"), [{"context": 2, "tensor": 2}], id="heads of states"),
         pytest.param(
             ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_next"),
             [{"pipeline": 2, "data_shard": 2, "expert": 2}],

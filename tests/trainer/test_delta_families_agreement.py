@@ -75,3 +75,11 @@ def test_tensor_ranks_have_their_heads_of_a_delta_rule(model: dict[str, Any]) ->
     found = agreement(DELTA | model | DELTAS_FIRST, {"tensor": 2}, rank=0)
     assert found.static is not None and abs(found.static) < 0.001
     assert sum(found.planned.values()) == pytest.approx(sum(found.traced.values()), rel=0.05)
+
+
+@pytest.mark.slow
+def test_context_ranks_keep_all_tokens_of_their_heads() -> None:
+    """As many bytes as all heads of their own tokens."""
+    found = agreement(DELTA | {"model_type": "qwen3_5_text"} | DELTAS_ALONE, {"context": 2}, rank=0)
+    assert found.static is not None and abs(found.static) < STATIC
+    assert abs(found.activations) < 0.02

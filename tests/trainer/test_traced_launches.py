@@ -18,6 +18,7 @@ from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import step_time
 from trainyard.planner.traced import _Traced, traced_flops, traced_step
 from trainyard.spec.job import JobSpec
+from trainyard.spec.support import DOCUMENT_FAMILIES
 
 SMALL = {
     **{"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3},
@@ -31,6 +32,11 @@ EXPERTS = {
 HYBRID = {
     **{"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*M-", "head_dim": 128, "mamba_num_heads": 32},
     **{"mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+}
+
+DELTAS = {
+    **{"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 128, "pad_token_id": 0},
 }
 
 
@@ -52,7 +58,7 @@ def small_job(
     else:
         job = cases.adapted(layout, adapter, model, **settings)
     data: dict[str, Any] = {"sequence_length": sequence_length}
-    if model["model_type"] == "nemotron_h":
+    if model["model_type"] not in DOCUMENT_FAMILIES:
         data["document_masks"] = False
     return job.model_copy(update={"data": job.data.model_copy(update=data)})
 
@@ -252,6 +258,27 @@ def test_ranks_of_context_gather_weights_behind_the_passes_and_keys_within_them(
     )
     planned = step_time(shape, layout_of_resolved(job, resolved), gpu("H100"), LINKS)
     assert planned.data_communication == pytest.approx(traced.data_communication, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_of_context_wait_for_the_heads_of_delta_rules(recompute: str) -> None:
+    """Two all-to-alls a layer forward, and two backward, as large as the plan has them."""
+    layout, length = {"context": 4}, 1024
+    job = small_job(layout, DELTAS, activation_checkpointing=recompute, sequence_length=length)
+    resolved, shape = planner.resolve(job, world_size=4), shape_of(job)
+    assert shape is not None and shape.delta_layers == 2
+    traced, planned_layout = trace(resolved, 0), layout_of_resolved(job, resolved)
+    exchanged = [each for each in traced["messages"] if each["name"] == "all_to_all"]
+    passes = 2 if recompute == "none" else 3
+    keys, values, heads = shape.delta_key_width, shape.delta_value_width, shape.delta_value_heads
+    own = 2 * length // 4
+    assert sum(each["count"] for each in exchanged) == passes * 2 * shape.delta_layers
+    there, back = 2 * (2 * keys + values) + (4 + 2) * heads, 2 * values
+    assert sum(each["bytes"] for each in exchanged) == passes * own * (there + back) * shape.delta_layers
+    counted = traced_step([traced], resolved.parallelism, planned_layout, gpu("H100"), LINKS)
+    planned = step_time(shape, planned_layout, gpu("H100"), LINKS)
+    assert planned.context_communication == pytest.approx(counted.context_communication, rel=0.05)
 
 
 def test_compiled_experts_wait_for_no_host_either() -> None:

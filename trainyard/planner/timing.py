@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
 from trainyard.planner.adapters import MLP_OUTPUTS
-from trainyard.planner.communication import EFA, PCIE_BYTES_PER_SECOND, Fabric, all_gather_seconds, group
+from trainyard.planner.communication import (
+    EFA,
+    PCIE_BYTES_PER_SECOND,
+    Fabric,
+    Group,
+    all_gather_seconds,
+    all_to_all_seconds,
+    group,
+)
 from trainyard.planner.exchanges import (
     expert_group,
     expert_seconds,
@@ -233,7 +241,8 @@ class _Rank(Operators):
         return expert_seconds(self.shape, layout, stage, self.links, constants) * self._fullest() * share
 
     def _context_seconds(self, stage: Stage) -> float:
-        """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time.
+        """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time; of
+        our own trainer also what layers with a delta rule exchange.
 
         (cp-1)/cp of the whole sequence's keys and values reach each rank forward; backward they come again, with as
         many gradients (Ring Attention, arXiv:2310.01889). Attention on one part hides the exchange of the next.
@@ -249,12 +258,23 @@ class _Rank(Operators):
         if layout.library == "trainyard":
             # Attention waits for both, and what is before it for their gradients (`strategies/context_parallel.py`).
             both = 2 * all_gather_seconds(bytes_ / 2, members, self.links)
-            return both * (2 if layout.recompute == "none" else 3) * stage.layers * shape.num_attentions / shape.layers
+            attentions = both * shape.num_attentions + self._delta_exchange_seconds(members) * shape.delta_layers
+            return attentions * (2 if layout.recompute == "none" else 3) * stage.layers / shape.layers
         each = all_gather_seconds(bytes_, members, self.links)
         scores = self._score_seconds()
         forward, backward = max(0.0, each - scores), max(0.0, 2 * each - 2.5 * scores)
         again = forward if layout.recompute == "full" else 0.0
         return (forward + backward + again) * stage.layers * shape.num_attentions / shape.layers
+
+    def _delta_exchange_seconds(self, members: Group) -> float:
+        """A delta rule's own tokens of all heads for all tokens of own heads, and back (`strategies/context_states.py`
+        of the trainer): queries, keys, values, and a decay in fp32 and a rate of each value's head; then the result."""
+        shape, element = self.shape, self.layout.element_bytes
+        mixed = 2 * shape.delta_key_width + shape.delta_value_width
+        there = element * mixed + (4 + element) * shape.delta_value_heads
+        own = self.tokens / self.layout.tensor
+        widths = (there, element * shape.delta_value_width)
+        return sum(all_to_all_seconds(own * width, members, self.links) for width in widths)
 
     @property
     def _has_torchs_checkpoints(self) -> bool:

@@ -48,6 +48,7 @@ class Case:
     model: dict[str, Any] | None = None
     parallelism: dict[str, Any] | None = None
     micro_batch_size: int = 2
+    document_masks: bool = True
     job_file: str | None = None
     """Runs the whole trainer on this job instead, for its steps, and counts them all."""
     job: dict[str, Any] = field(default_factory=dict)
@@ -165,6 +166,7 @@ def _one_step(case: Case, runtime: Runtime) -> Counts:
         model=case.model,
         parallelism=case.parallelism,
         micro_batch_size=case.micro_batch_size,
+        document_masks=case.document_masks,
         **case.job,
     )
     vocabulary = (job.spec.model.config or {})["vocab_size"]

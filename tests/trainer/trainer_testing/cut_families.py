@@ -80,7 +80,10 @@ _OWN: dict[str, dict[str, Any]] = {
     | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
     "olmoe": {"clip_qkv": 1.0},
     "opt": {"word_embed_proj_dim": 16},
-    **{name: {"linear_num_key_heads": 4, "linear_num_value_heads": 8} for name in ("qwen3_5_text", "qwen3_next")},
+    **{
+        name: {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+    },
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2, "shared_expert_intermediate_size": 24},
     "qwen4_exp_text": {
         **{"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8},
