@@ -14,6 +14,7 @@ from trainer import strategies
 from trainer.models.build import build_model, outline_model
 from trainer.runtime import Runtime
 from trainer.strategies import build_strategy, check_supported, compiled
+from trainer_testing.cut_families import model_of
 from trainer_testing.families import FAMILIES
 from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import MARK, Result, RunRequest, no_clock, run, worst_relative_error
@@ -48,8 +49,8 @@ def request(strategy: str, *, model: dict[str, Any] = LLAMA, **more: Any) -> Run
     return RunRequest(strategy, **{"last_step": STEPS, **more}, job=job)
 
 
-def eager(models: list[dict[str, Any]], last_step: int = STEPS) -> list[Result]:
-    return run(1, [RunRequest("single", last_step=last_step, job={"model": model}) for model in models])
+def eager(models: list[dict[str, Any]], last_step: int = STEPS, **job: Any) -> list[Result]:
+    return run(1, [RunRequest("single", last_step=last_step, job={"model": model} | job) for model in models])
 
 
 def test_compiled_blocks_equal_eager_ones(tmp_path: Path) -> None:
@@ -93,6 +94,18 @@ def test_compiled_layouts_equal_one_process(
     ((result, num_graphs),) = compile_and_run(num_ranks, "aot_eager", [case])
     assert worst_relative_error(result, one) < 1e-5
     assert 0 < num_graphs <= most_graphs, "blocks that are alike share what was compiled"
+
+
+@FULL
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_stop_at_layers_whose_ranks_trade_tokens_for_heads(recompute: str) -> None:
+    """Compiled, they would find the library's own functions, and each rank's state its own tokens alone."""
+    model = model_of("qwen3_5_text")
+    (one,) = eager([model], document_masks=False)
+    job = {"parallelism": {"context": 2}, "document_masks": False, "activation_checkpointing": recompute}
+    ((result, num_graphs),) = compile_and_run(2, "aot_eager", [request("context2", model=model, job=job)])
+    assert num_graphs > 0
+    assert worst_relative_error(result, one) < 1e-5
 
 
 @FULL

@@ -6,7 +6,9 @@ That they are one process is `test_cut_families`'.
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from trainer.models.attention import attention_of
 from trainer.models.build import build_model
 from trainer.models.facts import facts_of
 from trainer.strategies import check_supported, context_states
@@ -46,6 +48,12 @@ def test_heads_that_a_configuration_leaves_open_are_the_librarys(family: str) ->
     assert known.keys() == STATE_HEADS[family].keys()
     job = tiny_job("single", 1, model=model_of(family), document_masks=False)
     assert facts_of(job).state_heads == state_heads(family, model_of(family).get)
+
+
+def test_what_such_a_model_runs_is_told() -> None:
+    job = tiny_job("context2", 2, model=model_of("lfm2"), parallelism={"context": 2}, document_masks=False)
+    told = attention_of(build_model(job, vocab_size=VOCAB_SIZE), job, torch.device("cpu"))
+    assert told.startswith("sdpa over keys and values of 2 ranks (parallelism.context; layers with a state")
 
 
 def test_kimis_heads_are_found_where_it_publishes_them() -> None:

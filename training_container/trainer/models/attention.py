@@ -29,6 +29,7 @@ from trainer.models.known_code import class_like
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import separates_documents
+from trainyard.spec.support import STATE_HEADS
 
 VARLEN = "document_varlen"
 """The name under which transformers knows attention by document offsets."""
@@ -123,8 +124,9 @@ def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device)
                 f"written out, over keys and values of {job.parallelism.context} ranks (parallelism.context;"
                 f" {config.model_type} {reason}): own x all tokens a head in memory"
             )
-        documents = _documents_over_ranks(job, config)
-        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{documents})"
+        more = "; layers with a state along the sequence have all tokens of a rank's own heads"
+        more = more if config.model_type in STATE_HEADS else _documents_over_ranks(job, config)
+        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{more})"
     return describe_attention(choose_attention(job, config, device_type=device.type), job, config, device)
 
 

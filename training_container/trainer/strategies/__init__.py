@@ -1,8 +1,9 @@
 """Engines behind one interface: `build_strategy` picks the one that a job's parallelism asks for.
 
 `base` is the interface, `torch_engine` what the torch ones share, `ddp`, `fsdp` and `zero` the engines for data
-parallelism alone, `parallel` the one for every product with `tensor_parallel`, `context_parallel` and
-`expert_parallel` on one `mesh`, and `flat_shard` what lets ZeRO's memory be checkpointed like everyone's.
+parallelism alone, `parallel` the one for every product with `tensor_parallel`, `context_parallel` (`context_states`
+where layers carry a state along the sequence) and `expert_parallel` on one `mesh`, and `flat_shard` what lets ZeRO's
+memory be checkpointed like everyone's.
 """
 
 from collections.abc import Iterator
