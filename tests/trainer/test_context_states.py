@@ -22,11 +22,27 @@ from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
 from trainyard.spec.support import CONTEXT_FAMILIES, STATE_HEADS, ModelFacts, context_obstacle, state_heads
 
+
+class Axis:
+    """Two ranks, of which nothing is asked."""
+
+    def get_group(self) -> None:
+        """No group."""
+
+    def get_local_rank(self) -> int:
+        """The first."""
+        return 0
+
+    def size(self) -> int:
+        """Both."""
+        return 2
+
+
 KINDS = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), STATE_SPACE),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTION),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA_RULES[0]),
-    "kimi_linear": DELTA_RULES[1],
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), DELTA_RULES[1]),
 }
 
 
@@ -95,23 +111,18 @@ def test_documents_that_a_state_would_run_together_are_refused_as_in_one_process
             check_supported(job, device_type="cpu")
 
 
+def test_no_kernel_of_all_at_once_is_asked() -> None:
+    """It would see own tokens alone, up to the last projection."""
+    model: Any = build_model(
+        tiny_job("single", 1, model=model_of("bamba"), document_masks=False), vocab_size=VOCAB_SIZE
+    )
+    context_states.apply(model, Axis())  # type: ignore[arg-type]
+    found = model.model.layers[0].mamba.forward.__wrapped__.__func__.__globals__
+    assert found["mamba2_split_conv1d_scan_combined"]("projected", "weight", chunk_size=8) is None
+
+
 def test_code_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a version of transformers may have it that computes the convolution itself."""
-
-    class Axis:
-        """Two ranks, of which nothing is asked."""
-
-        def get_group(self) -> None:
-            """No group."""
-
-        def get_local_rank(self) -> int:
-            """The first."""
-            return 0
-
-        def size(self) -> int:
-            """Both."""
-            return 2
-
     model: Any = build_model(tiny_job("single", 1, model=model_of("lfm2"), document_masks=False), vocab_size=VOCAB_SIZE)
     monkeypatch.setattr(type(model.model.layers[0].conv), "forward", lambda self, hidden: self.conv(hidden))
     with pytest.raises(

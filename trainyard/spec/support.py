@@ -70,10 +70,12 @@ so that a forward pass may be interrupted between any two. Each is tried at two 
 _DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _STATE_SPACE_HEADS = {"mamba_n_heads": 128, "mamba_n_groups": 1}
 STATE_HEADS: Mapping[str, Mapping[str, int | str]] = {
+    "bailing_hybrid": {"num_attention_heads": 32},
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _STATE_SPACE_HEADS),
     "kimi_linear": {"linear_num_heads": 32},
     "lfm2": {"hidden_size": 2560},
     "lfm2_moe": {"hidden_size": 2048},
+    "lfm3": {"hidden_size": 2048},
     "mamba2": {"num_heads": 128, "n_groups": 8},
     "nemotron_h": {"mamba_num_heads": 128, "n_groups": 8},
     "olmo_hybrid": dict.fromkeys(_DELTA_HEADS, "num_attention_heads"),
