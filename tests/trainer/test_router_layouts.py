@@ -31,9 +31,9 @@ FOUR = {"num_hidden_layers": 4}
 TWO_RANKS = {
     "stages": request(family("Mixtral"), {"pipeline": 2}),
     "stages, whole logits": request(family("Qwen3-MoE"), {"pipeline": 2}, loss="logits"),
+    # Unpacked sequences end in padding, of which one rank has more than the other.
     "tokens": request(family("Mixtral"), {"context": 2}, document_masks=False),
-    # Unpacked sequences end in padding, which ranks with other parts have more of, or less.
-    "sequence over tensor ranks": request(family("Qwen3-MoE"), {"tensor": 2}, document_masks=False),
+    "matrices": request(family("Qwen3-MoE"), {"tensor": 2}, document_masks=False),
 }
 SCHEDULES = {
     f"{schedule}, {recompute}": request(

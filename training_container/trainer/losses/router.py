@@ -76,33 +76,31 @@ class RouterLoss:
     coefficient: float
     parts: dist.ProcessGroup | None = None
     """Whose ranks have other tokens of the same micro-batch, and whose losses are added up."""
-    copies: dist.ProcessGroup | None = None
-    """Whose ranks compute one loss together: each routes a part of the sequence, or all of it as the others do."""
+    num_copies: int = 1
+    """Ranks that compute one loss together (tensor's), each routing all tokens as the others do: between matrices they
+    may have a part of the sequence, but a mixture's block is given all of it."""
 
     @classmethod
     def of(
-        cls,
-        config: PretrainedConfig | None,
-        *,
-        parts: dist.ProcessGroup | None = None,
-        copies: dist.ProcessGroup | None = None,
+        cls, config: PretrainedConfig | None, *, parts: dist.ProcessGroup | None = None, num_copies: int = 1
     ) -> "RouterLoss | None":
         """None where the model of this configuration trains without."""
         if config is None or not is_asked_for(config):
             return None
         factor: float = config.router_aux_loss_coef
-        return cls(num_experts_of(config), config.num_experts_per_tok, factor, parts, copies)
+        return cls(num_experts_of(config), config.num_experts_per_tok, factor, parts, num_copies)
 
     def tally(self, router_logits: Sequence[torch.Tensor], is_token: torch.Tensor) -> torch.Tensor:
         """(2, experts), float64: how often each was chosen, and the sum of its probabilities, in these layers.
 
-        A layer's logits: (tokens, experts), of which the rank may have a slice of each sequence alone; is_token:
-        (batch, sequence). Layer by layer: of all at once the choices alone take more than the layers' activations.
+        A layer's logits: (tokens, experts); is_token: (batch, sequence). Layer by layer: of all at once the choices
+        alone take more than the layers' activations.
         """
         total = torch.zeros((2, self.num_experts), dtype=TALLY_TYPE, device=is_token.device)
         for logits in router_logits:
             wide = torch.promote_types(logits.dtype, torch.float32)
-            weight = self._own(is_token, logits.size(0)).reshape(-1, 1).to(wide)
+            assert logits.size(0) == is_token.numel()
+            weight = is_token.reshape(-1, 1).to(wide)
             probabilities = logits.to(wide).softmax(dim=-1)
             chosen = probabilities.topk(self.num_chosen, dim=-1).indices
             choices = F.one_hot(chosen, self.num_experts).sum(dim=1).to(wide)
@@ -110,19 +108,13 @@ class RouterLoss:
             total = total + torch.stack([(each * weight).sum(dim=0) for each in (choices, probabilities)])
         return total
 
-    def _own(self, is_token: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        if self.copies is None or num_tokens == is_token.numel():
-            return is_token
-        own = is_token.chunk(self.copies.size(), dim=1)[self.copies.rank()]
-        assert own.numel() == num_tokens
-        return own
-
     def loss_sum(self, tally: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
         """Coefficient x balance x number of targets (float64), to be added to a micro-batch's sum of losses, by the
         tally of all layers and this rank's tokens: those of other ranks are added to it."""
-        for group in (self.copies, self.parts):
-            if group is not None:
-                tally = _Total.apply(tally, group)  # type: ignore[no-untyped-call]
+        # The value as it is, of its gradient a share: the copies' are added up.
+        tally = tally.lerp(tally.detach(), 1 - 1 / self.num_copies)
+        if self.parts is not None:
+            tally = _Total.apply(tally, self.parts)  # type: ignore[no-untyped-call]
         loss = self.coefficient * balance_of(tally, self.num_chosen) * num_targets.sum()
         if self.parts is not None and self.parts.rank() > 0:
             return loss - loss.detach()  # one of those whose losses are added up has its value, all have its gradient

@@ -37,9 +37,6 @@ from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
-PARTS_AND_COPIES = ("context", "tensor")
-"""Axes whose ranks share a micro-batch's tokens: `RouterLoss`' two groups."""
-
 
 class ProductStrategy(TorchStrategy):
     """One rank's part of a model that is split over tensor and data axes."""
@@ -50,8 +47,8 @@ class ProductStrategy(TorchStrategy):
         self.name = name_of(job.parallelism)
         self._mesh = Mesh.of(job.parallelism, runtime.device.type)
         self._partial: list[nn.Parameter] = []
-        groups = [self._mesh.group(axis) if getattr(job.parallelism, axis) > 1 else None for axis in PARTS_AND_COPIES]
-        self._router = RouterLoss.of(getattr(model, "config", None), parts=groups[0], copies=groups[1])
+        parts = self._mesh.group("context") if job.parallelism.context > 1 else None
+        self._router = RouterLoss.of(getattr(model, "config", None), parts=parts, num_copies=job.parallelism.tensor)
         super().__init__(job=job, model=model, runtime=runtime)
         self.data_parallel_rank = data_parallel_rank(job.parallelism, runtime.rank)
 
