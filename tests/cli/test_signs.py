@@ -2,7 +2,7 @@
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -93,7 +93,15 @@ def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(
 ) -> None:
     add(folder / "log.txt", RESTART.format(1, 3, KILLED))
     told = status_of(record, capsys)
-    assert told["restarts"] == f"1 in place, the last after step 3: {KILLED} (no step since)"
+    earlier_trainers = f"1 in place, the last after step 3: {KILLED} (no step since)"
+    assert told["restarts"] == earlier_trainers
+    began = (datetime.now(UTC) - timedelta(seconds=61)).isoformat(timespec="seconds")
+    lines = (folder / "log.txt").read_text()
+    (folder / "log.txt").write_text(lines.replace("backoff_seconds=2 ", f"backoff_seconds=2 at={began} "))
+    told = status_of(record, capsys)
+    assert told["restarts"] in (
+        earlier_trainers.replace("last", f"last 1 min {seconds} s ago") for seconds in range(1, 20)
+    )
     add(folder / "log.txt", "recovery restart=1 goes_on step=3 seconds_to_next_step=9.0")
     row = {"restart": 1, "at": datetime.now(UTC).timestamp() - 61, "last_step": 3, "reason": KILLED}
     add(folder / "output/recovery.jsonl", json.dumps(row))

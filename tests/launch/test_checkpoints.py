@@ -883,3 +883,15 @@ def test_one_checkpoint_that_both_have_makes_two_places_one_runs(tmp_path: Path)
     same_attempt = place("c", 2, 0.4)
     with pytest.raises(InputError, match="seem to be another job's"):
         refuse_anothers(here, same_attempt, [saved(40, "z", "j")], [saved(30, "w", "j")], "c")
+
+
+def test_a_job_in_another_layout_is_the_same_job_to_a_copy(tmp_path: Path) -> None:
+    def saved(step: int, job: str, recipe: str) -> SimpleNamespace:
+        extra = {"job_sha256": job, "recipe_sha256": recipe}
+        return SimpleNamespace(step=step, manifest_sha256=f"m{step}", extra=extra)
+
+    (tmp_path / "a").mkdir()
+    files = open_files(str(tmp_path / "a"), None)  # no row tells
+    refuse_anothers(files, files, [saved(40, "in one layout", "r")], [saved(20, "in another", "r")], "a")
+    with pytest.raises(InputError, match="seem to be another job's"):
+        refuse_anothers(files, files, [saved(40, "in one layout", "r")], [saved(20, "in another", "q")], "a")

@@ -1,4 +1,5 @@
-"""A resume under other code, or of another version of the job, is told; the first trainers' checkpoints are not."""
+"""A resume under other code, of another version of the job or in another layout is told; the first trainers'
+checkpoints say nothing of either."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from trainer.checkpoint import CheckpointInfo, provenance
-from trainer.checkpoint.provenance import told_difference
+from trainer.checkpoint.provenance import told_differences
 from trainer.session import Session
 from trainer_testing.text_job import write_job
 
@@ -14,7 +15,7 @@ from trainyard.errors import InputError
 from trainyard.planner.resolve import resolve
 from trainyard.spec.job import load_job
 
-OWN = {"job_sha256": "a" * 64, "code_sha256": "b" * 64}
+OWN = {"job_sha256": "a" * 64, "recipe_sha256": "e" * 64, "code_sha256": "b" * 64, "layout": {"hosts": 1}}
 
 
 def test_any_change_of_the_code_changes_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,24 +37,66 @@ def test_any_change_of_the_code_changes_its_digest(tmp_path: Path, monkeypatch: 
 
 
 def test_what_differs_is_told() -> None:
-    assert told_difference(OWN, OWN, step=3) is None
-    assert told_difference({}, OWN, step=3) is None
-    told = told_difference(OWN | {"code_sha256": "c" * 64}, OWN, step=3)
-    assert told is not None
+    assert told_differences(OWN, OWN, step=3) == []
+    assert told_differences({}, OWN, step=3) == []
+    assert told_differences({"job_sha256": 1, "code_sha256": [], "layout": 2}, OWN, step=3) == []
+    (told,) = told_differences(OWN | {"code_sha256": "c" * 64}, OWN, step=3)
     assert told.startswith("checkpoint step=3 was written by other code (code cccccccccccc then, bbbbbbbbbbbb now)")
-    both = told_difference({"job_sha256": "d" * 64, "code_sha256": "c" * 64}, OWN, step=3)
-    assert both is not None and "another version of the job and other code (job dddddddddddd then" in both
+    others = {"job_sha256": "d" * 64, "recipe_sha256": "d" * 64, "code_sha256": "c" * 64}
+    (both,) = told_differences(others, OWN, step=3)
+    assert "another version of the job and other code (job dddddddddddd then" in both
+
+
+def test_a_checkpoint_from_before_layouts_were_told_apart_says_that_it_may_be_that() -> None:
+    (told,) = told_differences({"job_sha256": "d" * 64, "code_sha256": "b" * 64}, OWN, step=3)
+    assert "by another version of the job (or another layout of it) (job dddddddddddd then" in told
+
+
+def provenance_of(tmp_path: Path, *settings: str, world_size: int = 1) -> dict[str, Any]:
+    job = load_job(write_job(tmp_path, "single", steps=4), settings)
+    return provenance.provenance(resolve(job, world_size=world_size))
 
 
 def test_how_a_job_is_run_makes_no_other_version_of_it(tmp_path: Path) -> None:
     def digest(*settings: str) -> str:
-        return provenance.provenance(resolve(load_job(write_job(tmp_path, "single", steps=4), settings)))["job_sha256"]
+        return str(provenance_of(tmp_path, *settings)["job_sha256"])
 
     own = digest()
     assert digest("compute.max_hours=7", "recovery.max_resumes=3", "meters.cloudwatch=true") == own
     moved = ("checkpoint.destination=/fsx/elsewhere", "checkpoint.every_steps=2", "preflight.nccl_log=true")
     assert digest(*moved) == own
     assert digest("training.seed=1234") != own
+
+
+def test_another_layout_is_told_as_what_has_changed_and_is_no_other_version(tmp_path: Path) -> None:
+    then = provenance_of(tmp_path)
+    now = provenance_of(tmp_path, "parallelism={data_shard: 2}", "training.micro_batch_size=1", world_size=2)
+    assert then["job_sha256"] != now["job_sha256"], "as earlier trainers compare it"
+    (told,) = told_differences(then, now, step=3)
+    assert told.startswith("checkpoint step=3 goes on in another layout (parallelism.data_shard 1 then, 2 now; ")
+    assert "processes a host 1 then, 2 now; training.micro_batch_size " in told
+    seen = provenance_of(tmp_path, "training.validation_batches=3")
+    assert told_differences(then, seen, step=3) == []
+
+
+def test_another_version_of_the_job_in_another_layout_is_told_as_both(tmp_path: Path) -> None:
+    now = provenance_of(tmp_path, "parallelism={data_shard: 2}", "training.seed=9", world_size=2)
+    job, layout = told_differences(provenance_of(tmp_path), now, step=3)
+    assert "was written by another version of the job (job " in job
+    assert "goes on in another layout (parallelism.data_shard" in layout
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [("keep", False), ("adapt", True)])
+def test_a_batch_that_follows_its_machines_is_of_the_layout(tmp_path: Path, batch: str, *, is_told: bool) -> None:
+    elastic = f"recovery.elastic={{min_instances: 1, max_instances: 2, batch: {batch}}}"
+    machines = ("compute.backend=slurm", "compute.instance_type=ml.p5.48xlarge", "parallelism=auto")
+    base = (elastic, *machines, "training.global_batch_size=64")
+    two, one = (
+        provenance_of(tmp_path, *base, f"compute.instance_count={count}", world_size=8 * count) for count in (2, 1)
+    )
+    (told,) = told_differences(two, one, step=3)
+    assert "goes on in another layout" in told
+    assert ("global_batch_size 64 then, 32 now; learning_rate" in told) == is_told
 
 
 def test_a_manifest_that_no_trainer_wrote_is_refused_in_one_line() -> None:

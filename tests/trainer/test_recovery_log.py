@@ -8,6 +8,9 @@ import pytest
 from trainer.host.recovery import Ending, RecoveryLog, Restart
 from trainer.observe.goodput import GoodputLog
 
+from trainyard.cli.seen import Seen
+from trainyard.launch.backend import LogLine
+
 RESTART = Restart(0.0, 1, Ending(1, "rank 1 on algo-1 was killed by SIGKILL", step=7))
 
 
@@ -104,3 +107,8 @@ def test_other_hosts_say_nothing_of_a_restart_that_the_first_one_tells(
         log.progress(RESTART.failure.step + 1)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 2 and all(line.startswith("recovery restart=") for line in told)
+    seen = Seen()
+    seen.read(LogLine("algo-1", told[0], None))
+    (restart,) = seen.restarts
+    assert (restart.last_step, restart.reason) == (RESTART.failure.step, RESTART.failure.reason)
+    assert restart.at is not None and 0 <= time.time() - restart.at < 60, "a log without times tells it all the same"

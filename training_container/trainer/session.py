@@ -17,7 +17,7 @@ from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.checkpoint.claim import claimant_of
 from trainer.checkpoint.group import Group
 from trainer.checkpoint.manifest import ATTEMPT
-from trainer.checkpoint.provenance import provenance, told_difference
+from trainer.checkpoint.provenance import provenance, told_differences
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
@@ -258,7 +258,7 @@ class Session:
                 )
             elif self.step == self.num_steps:
                 say(f"checkpoint step={self.step} is of the job's last step: nothing is left to train")
-            if (difference := told_difference(info.manifest.extra, self._provenance, step=self.step)) is not None:
+            for difference in told_differences(info.manifest.extra, self._provenance, step=self.step):
                 say(difference)
         return attempt
 

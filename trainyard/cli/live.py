@@ -24,19 +24,22 @@ _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=|recove
 
 
 class _Notable:
-    """What of a log is told beside its steps: between two of these each once, however many hosts say it."""
+    """What of a log is told beside its steps: between two of these each once, however many hosts say it; a warning
+    once at all, as hosts come to theirs at different steps."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
         self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def of(self, lines: Sequence[LogLine]) -> Iterator[tuple[LogLine, bool]]:
         """Of new lines those to be told, and whether each is a step; all of them are taken in."""
         for line in lines:
             if is_step := self._seen.read(line):
                 self._told.clear()
-            if is_step or (_NOTABLE.match(line.text) and line.text not in self._told):
-                self._told.add(line.text)
+            told = self._warned if line.text.startswith("warning: ") else self._told
+            if is_step or (_NOTABLE.match(line.text) and line.text not in told):
+                told.add(line.text)
                 yield line, is_step
 
 

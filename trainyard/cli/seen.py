@@ -12,7 +12,10 @@ from trainyard.launch.watch import Status
 _STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* (?P<unit>tokens|images)_per_second=(?P<speed>\S+))?")
 _STEP_SECONDS = re.compile(r" step_seconds=(\S+)")
 _SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed (?:.* at=(?P<at>\S+))?")
-_RESTARTED = re.compile(r"^recovery restart=(?P<number>\d+) last_step=(?P<step>\d+) \S+ reason=(?P<reason>.*)")
+_RESTARTED = re.compile(
+    r"^recovery restart=(?P<number>\d+) last_step=(?P<step>\d+) backoff_seconds=\S+"
+    r"(?: at=(?P<at>\S+))? reason=(?P<reason>.*)"
+)
 _WENT_ON = re.compile(r"^recovery restart=\d+ goes_on step=(?P<step>\d+)")
 _NOT_SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) not committed: (?P<reason>.*)")
 
@@ -88,7 +91,7 @@ class Seen:
             self.is_restarting = False
         if (told := _RESTARTED.match(line.text)) is None:
             return
-        restart = Restart(int(told["number"]), int(told["step"]), told["reason"], _moment(None, line.at_ms))
+        restart = Restart(int(told["number"]), int(told["step"]), told["reason"], _moment(told["at"], line.at_ms))
         if not self.is_restarting or not self.restarts or self.restarts[-1].number != restart.number:
             self.restarts.append(restart)
         self.is_restarting = True

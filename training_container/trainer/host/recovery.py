@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ class RecoveryLog:
             self._open["earlier_seconds"] = self._failed_at - self._first_failed_at
         self._say(
             f"recovery restart={restart.number} last_step={ending.step} backoff_seconds={restart.delay_seconds:g}"
-            f" reason={ending.reason}"
+            f" at={datetime.now(UTC).isoformat(timespec='seconds')} reason={ending.reason}"
         )
 
     def progress(self, last_step: int) -> None:
