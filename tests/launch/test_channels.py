@@ -6,7 +6,7 @@ import pytest
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.channels import absolute_job, build_inputs
-from trainyard.launch.launcher import local_job
+from trainyard.launch.local_paths import local_job
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
 from trainyard.spec.job import DataSource, ImageSpec, JobSpec

@@ -23,8 +23,8 @@ from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import AwayError, LogLine, Observation
 from trainyard.launch.backends import ByRecord
-from trainyard.launch.launcher import local_job
 from trainyard.launch.local_backend import LocalBackend
+from trainyard.launch.local_paths import local_job
 from trainyard.launch.place import Place
 from trainyard.launch.record import FolderRecordStore, JobRecord, S3RecordStore
 from trainyard.launch.session import Account

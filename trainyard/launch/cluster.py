@@ -13,8 +13,9 @@ from trainyard.errors import InputError
 from trainyard.launch import checks
 from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
-from trainyard.launch.launcher import launch_from_here, launch_on_machines, local_job
+from trainyard.launch.launcher import launch_from_here, launch_on_machines
 from trainyard.launch.local_backend import trainer_environment
+from trainyard.launch.local_paths import local_job
 from trainyard.launch.machines import IMAGE_PYTHON
 from trainyard.launch.moved import own_folder, refused_resume
 from trainyard.launch.record import JobRecord

@@ -10,7 +10,8 @@ from typing import Any
 from trainyard import planner
 from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION
-from trainyard.launch.launcher import planned, refuse_or_force, saving_here
+from trainyard.launch.launcher import planned, refuse_or_force
+from trainyard.launch.local_paths import saving_here
 from trainyard.launch.record import JobRecord
 from trainyard.planner.elastic import smaller
 from trainyard.spec.base import apply_overrides, parse

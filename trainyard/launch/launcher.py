@@ -13,9 +13,10 @@ from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import Backend, Say, SilentError, say_nothing
-from trainyard.launch.channels import build_inputs, is_streamed, spec_name
+from trainyard.launch.channels import build_inputs, spec_name
 from trainyard.launch.contract import read_image
 from trainyard.launch.local_backend import LocalBackend, check_trainer, has_trainer
+from trainyard.launch.local_paths import check_read, local_job, saving_here
 from trainyard.launch.model_config import learn_model
 from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.record import (
@@ -37,7 +38,6 @@ from trainyard.launch.tracing import plan_by_trace
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.elastic import smaller
 from trainyard.spec.backends import BackendName
-from trainyard.spec.checkpoint_names import HOME
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.notes import notes_on
 from trainyard.spec.platform import TenantContract
@@ -119,12 +119,14 @@ def launch_here(
 ) -> JobRecord:
     """Launch `job` on this machine, in a new directory under `folder`; returns once its processes are starting."""
     check_trainer()
+    sent = saving_here(local_job(job))
+    check_read(sent)  # on a cluster the ranks' user may be another
     return launch_from_here(
         job,
         folder,
         "local",
         LocalBackend(folder),
-        sent=saving_here(local_job(job)),
+        sent=sent,
         num_processes=num_processes,
         force=force,
         say=say,
@@ -214,62 +216,6 @@ def _plan_or_trace(job: JobSpec, region: str, book: PriceBook, say: Say) -> plan
             raise
     say("tracing a step, as there are no formulas for this model")
     return plan_by_trace(job, region=region, book=book, timeout_seconds=TRACE_SECONDS)
-
-
-def local_job(job: JobSpec) -> JobSpec:
-    """`job` with absolute paths: a resume from another folder reads the same. InputError where one isn't here."""
-    data = job.data
-    changes: dict[str, Any] = {
-        kind: tuple(
-            source
-            if is_streamed(job, source.path)
-            else source.model_copy(update={"path": _local_path(source.path, f"data.{kind}.{index}.path")})
-            for index, source in enumerate(getattr(data, kind))
-        )
-        for kind in ("train", "validation")
-    }
-    if data.tokenizer:
-        changes["tokenizer"] = _local_path(data.tokenizer, "data.tokenizer")
-    if data.chat_template:
-        changes["chat_template"] = _local_path(data.chat_template, "data.chat_template")
-    model = job.model
-    if model.source is not None:
-        hint = "; nothing is asked of the Hugging Face Hub: `hf download ID --local-dir FOLDER`, and give FOLDER"
-        model = model.model_copy(update={"source": _local_path(model.source, "model.source", hint)})
-    images = job.images
-    if images and images.class_names:
-        names = _local_path(images.class_names, "images.class_names")
-        images = images.model_copy(update={"class_names": names})
-    data = data.model_copy(update=changes)
-    return job.model_copy(update={"data": data, "model": model, "images": images})
-
-
-def saving_here(job: JobSpec) -> JobSpec:
-    """`job` with absolute paths of what it saves on this machine: a resume from another folder would look for its
-    checkpoints there, find none, and begin anew."""
-    places = {name: _absolute(getattr(job.checkpoint, name)) for name in ("destination", "local_directory")}
-    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=places)})
-
-
-def _absolute(place: str | None) -> str | None:
-    """A folder that need not be there yet."""
-    return place if place is None or "://" in place else str(Path(place).absolute())
-
-
-def _local_path(path: str, where: str, hint: str = "") -> str:
-    if "://" in path:
-        raise InputError(
-            f"{where}: {path} is not on this machine, and without a tenant's environment only files are read: "
-            "download it"
-        )
-    try:
-        is_there = Path(path).exists()
-    except OSError as error:  # a folder that may not be looked into, a name that no file system takes
-        raise InputError(f"{where}: {path!r}: can't be looked at: {error.strerror}") from None
-    if not is_there:
-        home = f": {HOME}" if path.startswith("~") else hint
-        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){home}")
-    return str(Path(path).resolve())
 
 
 def tenants_record(

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.cluster_shell import has_slurm_here
-from trainyard.launch.launcher import local_job
+from trainyard.launch.local_paths import local_job
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Step, command, keep
 from trainyard.operate.runbooks.restore_at_another_size import resume_steps

@@ -1,0 +1,132 @@
+"""The paths of a job on this machine: made absolute, and refused before a process starts where they can't be used."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.launch.channels import is_streamed
+from trainyard.spec.checkpoint_names import HOME, LEADS_NOWHERE, broken_link
+from trainyard.spec.job import JobSpec
+
+_PLACES = ("destination", "local_directory")
+_FROM_THE_HUB = "nothing is asked of the Hugging Face Hub: `hf download ID --local-dir FOLDER`, and give FOLDER"
+
+
+def local_job(job: JobSpec) -> JobSpec:
+    """`job` with absolute paths: a resume from another folder reads the same. InputError where one isn't here."""
+    data = job.data
+    changes: dict[str, Any] = {
+        kind: tuple(
+            source
+            if is_streamed(job, source.path)
+            else source.model_copy(update={"path": _local_path(source.path, f"data.{kind}.{index}.path")})
+            for index, source in enumerate(getattr(data, kind))
+        )
+        for kind in ("train", "validation")
+    }
+    if data.tokenizer:
+        changes["tokenizer"] = _local_path(data.tokenizer, "data.tokenizer")
+    if data.chat_template:
+        changes["chat_template"] = _file(_local_path(data.chat_template, "data.chat_template"), "data.chat_template")
+    model = job.model
+    if model.source is not None:
+        source = _local_path(model.source, "model.source", f"; {_FROM_THE_HUB}")
+        if Path(source).is_file():
+            raise InputError(f"model.source: {source}: is a file; name the folder that holds it and config.json")
+        model = model.model_copy(update={"source": source})
+    images = job.images
+    if images and images.class_names:
+        names = _file(_local_path(images.class_names, "images.class_names"), "images.class_names")
+        images = images.model_copy(update={"class_names": names})
+    data = data.model_copy(update=changes)
+    return job.model_copy(update={"data": data, "model": model, "images": images})
+
+
+def saving_here(job: JobSpec) -> JobSpec:
+    """`job` with absolute paths of what it saves on this machine: a resume from another folder would look for its
+    checkpoints there, find none, and begin anew."""
+    places = {name: _absolute(getattr(job.checkpoint, name)) for name in _PLACES}
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=places)})
+
+
+def check_read(job: JobSpec) -> None:
+    """InputError where this user may not read what a job with absolute paths reads: its ranks would say so later.
+
+    Of a folder its list alone is looked at; it may hold a million files.
+    """
+    for where, path in _read_paths(job):
+        if "://" in path:
+            continue
+        try:
+            if Path(path).is_dir():
+                with os.scandir(path):
+                    pass
+            elif not Path(path).is_file():  # who opens a pipe waits at it
+                raise InputError(f"{where}: {path}: is neither a file nor a folder")
+            else:
+                with Path(path).open("rb"):
+                    pass
+        except OSError as error:
+            raise InputError(f"{where}: {path}: can't be read: {error.strerror}") from None
+
+
+def check_places(written: JobSpec, job: JobSpec) -> None:
+    """InputError where a job can't save where it states: a file in a folder's place, no rights, a disk that isn't
+    there. A folder that isn't there yet is made by its ranks, in one that must be there and take it.
+
+    `written`: the job as it was written, which may leave a place to us; `job`: with absolute paths.
+    """
+    for name in _PLACES:
+        place = getattr(job.checkpoint, name)
+        if getattr(written.checkpoint, name) is None or place is None or "://" in place:
+            continue
+        where, path = f"checkpoint.{name} {place}", Path(place)
+        if (link := broken_link(path)) is not None:
+            raise InputError(f"{where}: {link} {LEADS_NOWHERE}")
+        there = next((folder for folder in (path, *path.parents) if os.path.lexists(folder)), path)
+        if not there.is_dir():
+            raise InputError(f"{where}: {there} is no folder; name another place, or move that away")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise InputError(f"{where}: nothing may be written to {there} by this user; name another place")
+
+
+def _read_paths(job: JobSpec) -> Iterator[tuple[str, str]]:
+    for kind in ("train", "validation"):
+        for index, source in enumerate(getattr(job.data, kind)):
+            yield f"data.{kind}.{index}.path", source.path
+    stated = {
+        "data.tokenizer": job.data.tokenizer,
+        "data.chat_template": job.data.chat_template,
+        "images.class_names": job.images.class_names if job.images else None,
+        "model.source": job.model.source,
+    }
+    yield from ((where, path) for where, path in stated.items() if path)
+
+
+def _absolute(place: str | None) -> str | None:
+    """A folder that need not be there yet."""
+    return place if place is None or "://" in place else str(Path(place).absolute())
+
+
+def _local_path(path: str, where: str, hint: str = "") -> str:
+    if "://" in path:
+        raise InputError(
+            f"{where}: {path} is not on this machine, and without a tenant's environment only files are read: "
+            "download it"
+        )
+    try:
+        is_there = Path(path).exists()
+    except OSError as error:  # a folder that may not be looked into, a name that no file system takes
+        raise InputError(f"{where}: {path!r}: can't be looked at: {error.strerror}") from None
+    if not is_there:
+        home = f": {HOME}" if path.startswith("~") else hint
+        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){home}")
+    return str(Path(path).resolve())
+
+
+def _file(path: str, where: str) -> str:
+    if Path(path).is_dir():
+        raise InputError(f"{where}: {path}: is a folder; name the file in it")
+    return path
