@@ -59,7 +59,7 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "step 20: whole",
         "step 30: __0_0.distcp is altered (its SHA-256 is not the manifest's)",
     ]
-    assert told.err == f"trainyard: {where}: 1 of 3 checkpoints are broken (step 30)\n"
+    assert told.err == f"trainyard: {where}: 1 of 3 checkpoints is broken (step 30)\n"
     assert run(["checkpoints", "verify", where, "--step", "20"]) == 0
 
     target = str(folder.parent / "kept")
@@ -277,7 +277,7 @@ def test_one_that_cant_be_read_hides_no_other(
     for step in (20, 30):
         shutil.rmtree(folder / f"checkpoints/step-{step:08d}")
     assert run(["checkpoints", "prune", str(folder), "--keep-last", "1"]) == 1
-    assert capsys.readouterr().err.startswith("trainyard: 1 of 1 checkpoints can't be read (step 10): can't read")
+    assert capsys.readouterr().err.startswith("trainyard: 1 of 1 checkpoint can't be read (step 10): can't read")
 
 
 @pytest.mark.parametrize(

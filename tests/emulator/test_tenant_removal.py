@@ -173,7 +173,7 @@ def test_roles_of_single_jobs_go_before_the_boundary_that_they_hold(
     planned = plan(account, spec, "acme", tmp_path)
     assert planned.job_roles == (f"acme-{name}",) and planned.machine_logs == (group,)
     report = remove(account, planned, tmp_path, silent)
-    assert "1 roles of its jobs" in report.deleted and f"Logs::LogGroup {group}" in report.deleted
+    assert "1 role of its jobs" in report.deleted and f"Logs::LogGroup {group}" in report.deleted
     site("logs").delete_log_group(logGroupName=group.replace("-acme/", "-acme-labs/"))
     assert gone(lambda: iam.get_role(RoleName=f"acme-{name}"))
     assert iam.get_role(RoleName=f"globex-{name}")["Role"]["RoleName"] == f"globex-{name}"
@@ -265,7 +265,7 @@ def test_nothing_goes_while_a_job_runs(
     physical = deploy(site, spec)
     with monkeypatch.context() as patch:
         patch.setattr(leftovers, "running_jobs", lambda *_: Unfinished(("acme-tiny-1",)))
-        with pytest.raises(InputError, match=r"1 jobs have not ended \(acme-tiny-1\); stop them"):
+        with pytest.raises(InputError, match=r"1 job has not ended \(acme-tiny-1\); stop them"):
             remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     assert site("s3").get_object(Bucket=physical["Data"], Key="b")["Body"].read() == b"newer"
     assert site.stack_status(f"trainyard-{name}-acme-training") == "CREATE_COMPLETE"
@@ -331,7 +331,7 @@ def test_an_export_is_done_once_and_what_came_since_is_never_emptied(
     planned = plan(account, spec, "acme", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(leftovers, "running_jobs", lambda *_: Unfinished(("acme-tiny-1",)))
-        with pytest.raises(InputError, match=r"1 jobs have not ended"):
+        with pytest.raises(InputError, match=r"1 job has not ended"):
             remove(account, planned, tmp_path, silent)  # asked again, though the plan knew of none
     assert site("s3").get_object(Bucket=f"{target}", Key=f"{bucket}/late")["Body"].read() == b"late"
 
@@ -370,7 +370,7 @@ def test_a_removal_that_began_to_empty_copies_what_came_since(
 
     with monkeypatch.context() as patch:
         patch.setattr(removal.storage, "empty", half)
-        with pytest.raises(AwsRefusedError, match=r"1 versions can't be deleted \(a: AccessDenied\)"):
+        with pytest.raises(AwsRefusedError, match=r"1 version can't be deleted \(a: AccessDenied\)"):
             remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     s3.put_object(Bucket=bucket, Key="since", Body=b"since")
     again = plan(account, spec, "acme", tmp_path)

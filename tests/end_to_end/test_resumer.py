@@ -100,7 +100,7 @@ def test_a_failed_job_is_resumed_by_itself_on_one_host_then_by_a_person_on_two(s
     # The first attempt finds no capacity; the second is lost at step 7, which would be one resume too many.
     assert wait_for(lambda: answers(job_id))[0]["submitted"] == f"{job_id}-r2"
     (left,) = wait_for(lambda: answers(f"{job_id}-r2"))
-    assert left["left"] == "1 resumes are spent (recovery.max_resumes)"
+    assert left["left"] == "recovery.max_resumes is spent (1)"
     shown = site.trainyard("status", job_id, "--json")
     record = globex.place.store.read(job_id).record
     assert json.loads(shown.stdout)["state"] == "Failed", shown.stdout

@@ -51,6 +51,8 @@ from trainer_testing import warm
 from trainer_testing.pool import start_pooled
 from trainer_testing.text_job import bits, rows_of, write_job
 
+from trainyard.spec.words import counted
+
 ENGINES = ("ddp", "zero3", "fsdp", "pipeline")
 FAULTS_PER_EPISODE = 8
 CHECKPOINT_EVERY = 3
@@ -132,7 +134,7 @@ class Report:
     def _parts(self) -> list[str]:
         """What restarts in place took of the clock, by part: median and longest, of starts without forks."""
         rows = [row for episode in self.episodes for row in episode.restarts if "load_seconds" in row]
-        lines = [f"{len(rows)} restarts in place, part by part:"] if rows else []
+        lines = [f"{counted(len(rows), 'restart')} in place, part by part:"] if rows else []
         for part in (*PARTS, "to_next"):
             name = "seconds_to_next_step" if part == "to_next" else f"{part}_seconds"
             seconds = [row[name] for row in rows if name in row]

@@ -380,7 +380,7 @@ def test_the_table_counts_what_was_recovered() -> None:
         ["site", "one_host", "2", "2"],
     ]
     assert lines[-1].startswith("PROBLEM seed 2, fsdp, cloud: the losses are not")
-    assert "1 restarts in place, part by part:" in lines
+    assert "1 restart in place, part by part:" in lines
     parts = [line.split()[:2] for line in lines if line.startswith("  ")]
     assert parts == [["detection_seconds", "0.50"], ["load_seconds", "2.00"], ["seconds_to_next_step", "9.00"]]
     assert not report.is_good

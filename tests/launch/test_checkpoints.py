@@ -239,7 +239,7 @@ def test_a_copy_replaces_nothing_that_it_may_not_look_at(refused: str, s3: Any, 
     save(tmp_path / "another", 40)
     (asked,) = checkpoints.list_checkpoints(str(tmp_path / "another"), None)
     before = s3.list_objects_v2(Bucket="one")["KeyCount"]
-    with pytest.raises(AwsRefusedError, match=r"1 of 1 checkpoints can't be read \(step 40\)"):
+    with pytest.raises(AwsRefusedError, match=r"1 of 1 checkpoint can't be read \(step 40\)"):
         checkpoints.copy(str(tmp_path / "another"), s3, [asked], refused)
     assert s3.list_objects_v2(Bucket="one")["KeyCount"] == before
 

@@ -204,4 +204,4 @@ def test_of_a_copied_folder_nothing_is_removed_at_the_first_ones_place(
         assert f"{JOB_ID}: its checkpoints are in {first} by its record, and there are some in {copy} too" in told
         assert f"trainyard checkpoints prune '{copy}' --keep-last N" in told
     monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "first"))
-    assert run(["checkpoints", "prune", JOB_ID]) == 1 and "not one of 1 checkpoints is whole" in capsys.readouterr().err
+    assert run(["checkpoints", "prune", JOB_ID]) == 1 and "not one of 1 checkpoint is whole" in capsys.readouterr().err

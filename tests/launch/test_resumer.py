@@ -111,7 +111,7 @@ def test_a_resume_is_the_launchers_own_within_the_budget_and_its_repetition_chan
     assert cloud.resume(1) == {"left": "somebody has resumed it"} and cloud.asked == [JOB_ID]
     assert read(store) == record
     assert cloud.resume(2) == {"submitted": "yes"}, "no capacity is no crash loop"
-    assert cloud.resume(3) == {"left": "2 resumes are spent (recovery.max_resumes)"} and len(cloud.asked) == 2
+    assert cloud.resume(3) == {"left": "recovery.max_resumes is spent (2)"} and len(cloud.asked) == 2
 
 
 @pytest.mark.parametrize("batch", ["keep", "adapt"])

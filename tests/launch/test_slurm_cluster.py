@@ -301,7 +301,7 @@ def test_a_save_that_nobody_asked_for_requeues_then_stops(desk: Desk) -> None:
     record = desk.launch("asks", "exit 75", max_resumes=1)
     status = desk.ended(record)
     assert (status.state, status.record.attempt.reclaims) == ("Stopped", 1)
-    assert "1 requeues are spent (recovery.max_resumes)" in _note(status)
+    assert "recovery.max_resumes is spent (1)" in _note(status)
 
 
 def test_a_script_that_is_killed_is_no_mystery(desk: Desk) -> None:

@@ -152,7 +152,7 @@ def test_a_short_curve_is_drawn_once(ended: JobRecord) -> None:
         "".join(json.dumps(row) + "\n" for row in metrics()[:30])
     )
     page = report_of(ended, None, now=BEGIN + timedelta(hours=5))
-    assert "training" in words_of(pictures(page)["loss"]) and "mean of 1 steps" not in page
+    assert "training" in words_of(pictures(page)["loss"]) and "mean of 1 step" not in page
 
 
 def test_a_job_that_has_told_nothing_has_a_page_too(ended: JobRecord) -> None:

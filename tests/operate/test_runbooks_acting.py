@@ -385,7 +385,7 @@ def test_a_region_that_is_the_global_endpoints_too_is_asked_once(
 ) -> None:
     with_histories(monkeypatch, us_east_1=History(("AssumeRole", OPERATOR, {})))
     _, document, _ = run("break_glass", "audit", "--tenant", "acme")
-    assert [one["words"][:6] for one in document["findings"]] == ["1 uses"]
+    assert [one["words"][:6] for one in document["findings"]] == ["1 use "]
 
 
 def test_a_storm_is_many_jobs_hit_and_moves_only_those(

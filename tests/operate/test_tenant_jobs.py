@@ -244,7 +244,7 @@ def test_who_gives_no_answer_is_told_with_the_reason_and_a_way_through(
         assert (first in str(refused.value)) == (first not in ended) and second in str(refused.value)
     assert remove(deployed, planned((first, second)), tmp_path).finished_at
     cluster.known = {first: "Training"}
-    with pytest.raises(InputError, match=rf"1 jobs have not ended \({first}\); stop them"):
+    with pytest.raises(InputError, match=rf"1 job has not ended \({first}\); stop them"):
         remove(deployed, planned((first, second)), tmp_path)
 
 

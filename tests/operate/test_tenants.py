@@ -149,7 +149,7 @@ def test_add_writes_the_entry_and_says_what_it_makes(local: Path, capsys: pytest
     capsys.readouterr()
     assert run(["tenant", "add", str(local), "vision", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "new stack trainyard-local-vision-foundation: 1 resources" in printed
+    assert "new stack trainyard-local-vision-foundation: 1 resource" in printed
     assert "no other stack changes" in printed and "2.00 USD a month" in printed
     added = load_environment(local).tenant("vision")
     assert (added.network_index, added.budget.monthly_usd) == (2, 900)
@@ -420,7 +420,7 @@ def test_the_plan_tells_what_no_stack_owns(policy: Any, fate: str) -> None:
     assert planned.lines()[2:] == [
         f"  3 log streams of its jobs in /aws/sagemaker/TrainingJobs: {fate}",
         f"  Logs::LogGroup {group}: {fate}",
-        "  1 roles of its jobs: deleted",
+        "  1 role of its jobs: deleted",
     ]
 
 

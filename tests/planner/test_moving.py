@@ -137,7 +137,7 @@ def test_a_machine_on_which_the_job_cannot_be_is_left_out_with_its_reason(job: M
     # Nor is one without a layout left out without a word.
     odd = job(model={"source": "phi-2"}, data={"sequence_length": 2048}, training={"global_batch_size": 7})
     notes = search(odd, instances=["p4d.24xlarge", "g5.2xlarge"], max_nodes=1, deadline_hours=9999).notes
-    assert "left out: 1 x ml.p4d.24xlarge: training.global_batch_size 7: no layout of up to 1 machines" in notes[0]
+    assert "left out: 1 x ml.p4d.24xlarge: training.global_batch_size 7: no layout of up to 1 machine" in notes[0]
     with pytest.raises(InputError, match="fp8 needs Ada or Hopper"):
         search(spec, instances=["p4d.24xlarge"], max_nodes=1)
 
@@ -156,7 +156,7 @@ def test_where_no_machine_has_a_layout_the_reason_is_what_keeps_the_last_of_them
     apart = job(model={"attention": "flash_attention_3"}, data={"packing": True, "document_masks": True}, training=two)
     with pytest.raises(InputError, match=r"flash_attention_3 keeps packed documents apart with .*micro_batch_size 1"):
         search(apart, instances=both, max_nodes=1)
-    with pytest.raises(InputError, match=r"batch_size 7: no layout of up to 1 machines divides it$"):
+    with pytest.raises(InputError, match=r"batch_size 7: no layout of up to 1 machine divides it$"):
         search(job(model={"source": "phi-2"}, training={"global_batch_size": 7}), instances=both, max_nodes=1)
 
 

@@ -119,7 +119,7 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
     ("field", "value", "words"),
     [
         ("tenants.globex.network_index", 0, ["tenants.globex.network_index 0 is acme's already", "overlap"]),
-        ("tenants.globex.network_index", 5000, ["5000", "only 1024 blocks", "0 to 1023"]),
+        ("tenants.globex.network_index", 5000, ["5000", "only 1,024 blocks", "0 to 1023"]),
         ("tenants.acme.queues.train.max_instances", 9, ["tenants.acme.queues.train", "9", "4 ml.p5.4xlarge"]),
         ("tenants.acme.queues.train.instance_types", ["ml.p6.large"], ["ml.p6.large", "max_instances"]),
         ("tenants.acme.bugdet", {}, ["tenants.acme.bugdet", "did you mean 'budget'?"]),

@@ -404,7 +404,7 @@ def test_rows_that_a_disk_has_altered_are_dropped_and_told_of_once(
     assert again.begin_attempt(resumed_step=5) == 2
     assert [one["step"] for one in again.rows()] == [1, 3, 4, 5]
     told = capsys.readouterr().out
-    assert told == f"warning: {log.path}: 8 of 13 rows can't be read, and are dropped\n"
+    assert told == f"warning: {log.path}: 8 of 13 rows can't be read: dropped\n"
     log.path.read_text(encoding="utf-8")
     MetricsLog(tmp_path).begin_attempt(resumed_step=5)
     assert capsys.readouterr().out == ""

@@ -18,6 +18,7 @@ from trainer.observe.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
 from trainyard.spec.checkpoint_names import why_not_here
 from trainyard.spec.job import ResolvedJob, load_job, load_resolved
+from trainyard.spec.words import counted
 
 RESUME_FILE = "resume_me"
 
@@ -190,7 +191,7 @@ def _resolved_job(options: argparse.Namespace, world_size: int) -> ResolvedJob:
         job = resolve(load_job(options.job, options.overrides), world_size=world_size)
     if job.world_size != world_size:
         raise InputError(
-            f"parallelism asks for {job.world_size} ranks, but WORLD_SIZE is {world_size}:"
+            f"parallelism asks for {counted(job.world_size, 'rank')}, but WORLD_SIZE is {world_size}:"
             f" start it with torchrun --nproc-per-node {job.world_size}, or change the degrees"
         )
     return job

@@ -48,6 +48,7 @@ from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.base import parse
 from trainyard.spec.job import DataSource, ResolvedJob
+from trainyard.spec.words import counted
 
 RESOLVE_SECONDS = 600.0
 """How long a host's name may take to appear in DNS: hosts of one job don't start together."""
@@ -109,7 +110,7 @@ def read_job(opt_ml: Path, place: Place, settings: Mapping[str, str]) -> Resolve
     per_host = int(settings.get("TRAINYARD_PROCESSES_PER_HOST", job.processes_per_host))
     world_size = len(place.hosts) * per_host
     if world_size != job.world_size:
-        say(f"entrypoint: {world_size} ranks instead of {job.world_size}: laying the job out anew")
+        say(f"entrypoint: {counted(world_size, 'rank')} instead of {job.world_size}: laying the job out anew")
         job = _laid_out_anew(job, len(place.hosts), per_host)
     if (job.num_hosts, job.processes_per_host) != (len(place.hosts), per_host):
         job = job.model_copy(update={"num_hosts": len(place.hosts), "processes_per_host": per_host})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.words import counted
 
 SHARED_ROOT = "/fsx"
 """Where a tenant's machines mount its file system (fsx:// in a job)."""
@@ -86,7 +87,7 @@ def _copy_from_s3(uri: str, target: Path) -> None:
     if count == 0:
         raise InputError(f"{uri}: there is nothing there")
     partial.rename(target)
-    say(f"inputs: {uri}: {count} files")
+    say(f"inputs: {uri}: {counted(count, 'file')}")
 
 
 def _placed(folder: Path, bucket: str, key: str, num_before: int) -> Path:

@@ -48,6 +48,7 @@ from trainyard.errors import InputError, JobFailedError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.meters import LIVE
 from trainyard.spec.retention import flat_metrics, set_of
+from trainyard.spec.words import counted, either
 
 RESULT_FILE = "result.json"
 _RESUMED_FROM = ("engine", "data", "rng", "world_size")
@@ -349,8 +350,10 @@ class Session:
             if info is None:
                 raise JobFailedError(f"step {step}: {anomaly}; training.on_anomaly: rollback found no checkpoint")
             if not (is_noted and info.step == awaited) and not self._leave_out(step, anomaly, info.step):
+                most = self._job.spec.training.max_skips
                 raise JobFailedError(
-                    f"step {step}: {anomaly}; {self._job.spec.training.max_skips} batches were left out since step"
+                    f"step {step}: {anomaly}; {counted(most, 'batch')} {either(most, 'was', 'were')} left out "
+                    "since step"
                     f" {info.step} (training.max_skips), so it is no longer the batch: lower training.learning_rate"
                 )
             back_at = info.step
@@ -673,7 +676,11 @@ class Session:
             self._insist(time.monotonic() + self._job.spec.checkpoint.last_save_seconds)
         if self._checkpointer.last_error is not None:
             # Also when interrupted: "saved, resume me" must never be said of a step that is not there.
-            ran = f"all {self.num_steps} steps ran" if status == "completed" else f"stopped at step {self.step}"
+            ran = (
+                f"all {counted(self.num_steps, 'step')} ran"
+                if status == "completed"
+                else f"stopped at step {self.step}"
+            )
             saved = self._checkpointer.last_committed_step
             goes_on = "it continues from the last checkpoint that it finds"
             if saved is not None:

@@ -13,6 +13,7 @@ import typer.core
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption, as_given
 from trainyard.cli.output import console, print_json
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError, JobFailedError
+from trainyard.spec.words import counted, either
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +174,10 @@ def verify(
             print(_none_at(destination))
     if broken:
         steps = ", ".join(str(one.step) for one in broken)
-        raise JobFailedError(f"{job}: {len(broken)} of {len(found)} checkpoints are broken (step {steps})")
+        raise JobFailedError(
+            f"{job}: {len(broken)} of {counted(len(found), 'checkpoint')} {either(len(broken), 'is', 'are')} "
+            f"broken (step {steps})"
+        )
     refuse_unreadable(destination, found)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT
 from trainyard.cli.output import console, teller, turner
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:
     from trainyard.spec.platform import EnvironmentSpec
@@ -69,7 +70,11 @@ def deploy(
                 say=teller(spinner),
             )
     chosen = stacks or deployment.stack_names(spec)
-    print(f"{len(chosen)} stacks: nothing stateful would be lost" if check else f"{len(chosen)} stacks deployed")
+    print(
+        f"{counted(len(chosen), 'stack')}: nothing stateful would be lost"
+        if check
+        else f"{counted(len(chosen), 'stack')} deployed"
+    )
 
 
 def credentials(environment: "EnvironmentSpec") -> Mapping[str, str]:

@@ -18,6 +18,7 @@ from trainyard.cli.checkpoints import CheckpointsOf, StepOption, beside_of, dest
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:
     from trainyard.launch.registry import Promotion, Registered
@@ -109,7 +110,9 @@ def export(
         print_json(written)
         return
     size = written["num_bytes"] / 2**20
-    print(f"{to}: {written['kind']}, {written['num_tensors']} tensors, {size:.1f} MiB, step {written['step']}")
+    print(
+        f"{to}: {written['kind']}, {counted(written['num_tensors'], 'tensor')}, {size:.1f} MiB, step {written['step']}"
+    )
     if written["kind"] == "adapter":
         print("  peft.PeftModel.from_pretrained reads it; --merge writes a whole model")
         return

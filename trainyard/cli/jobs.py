@@ -23,6 +23,7 @@ from trainyard.cli.options import (
 from trainyard.cli.output import console, print_json, teller
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.backends import BackendName
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:
     from trainyard.cli.live import Before
@@ -222,7 +223,7 @@ def _say_launched(record: "JobRecord", options: str) -> None:
         print(f"  forced: {reason}")
     if record.smaller and record.spec.recovery.max_resumes:
         counts = ", then ".join(str(one.num_hosts) for one in record.smaller)
-        print(f"  without capacity for {record.resolved.num_hosts} instances it goes on with {counts}")
+        print(f"  without capacity for {counted(record.resolved.num_hosts, 'instance')} it goes on with {counts}")
     print(f"  checkpoints {record.checkpoint_destination}")
     if not record.finished:
         print(f"  trainyard logs {record.job_id}{options} --follow")

@@ -8,6 +8,7 @@ import typer
 
 from trainyard.cli.options import JsonOption
 from trainyard.cli.output import console, print_json
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:
     from trainyard.planner.fitted import Fitted
@@ -47,7 +48,7 @@ def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = Non
     if as_json:
         print_json({"read": len(found.rows), "kept": total, "file": file, "problems": found.problems})
         return
-    print(f"{len(found.rows)} prices read, {total} in {file}")
+    print(f"{counted(len(found.rows), 'price')} read, {total} in {file}")
     for problem in found.problems:
         print(f"  {problem}")
 

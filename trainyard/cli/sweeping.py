@@ -21,6 +21,7 @@ from trainyard.cli.jobs import (
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, SetOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -215,7 +216,7 @@ def _begin(runner: "Runner", job_file: Path) -> None:
     runner.launcher.reach()
     runner.record = record.model_copy(update={"trials": trials})
     runner.store.create(runner.record, job_file.read_text(encoding="utf-8"))
-    runner.say(f"sweep {record.name}: {runner.search.num_trials} trials, {record.parallel} at once")
+    runner.say(f"sweep {record.name}: {counted(runner.search.num_trials, 'trial')}, {record.parallel} at once")
 
 
 def _run(runner: "Runner") -> "Standings":

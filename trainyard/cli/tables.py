@@ -14,7 +14,7 @@ from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
 from trainyard.operate.runbooks.log_lines import RUNBOOKS, classify, decisive
-from trainyard.planner.render import counted
+from trainyard.spec.words import counted
 
 _COLOURS = {"Completed": "green", "Failed": "red", "Stopped": "yellow", "Interrupted": "yellow", "Created": "yellow"}
 

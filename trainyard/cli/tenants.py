@@ -10,6 +10,7 @@ import typer
 from trainyard.cli.options import JsonOption
 from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import InputError, JobFailedError, TrainyardError
+from trainyard.spec.words import counted, either
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,7 +161,10 @@ def logs(
         is_empty = False
         print(line)
     if is_empty:
-        print(f"{what} of tenant {name} in the last {hours:g} hours; --hours N looks further back", file=sys.stderr)
+        print(
+            f"{what} of tenant {name} in the last {counted(hours, 'hour')}; --hours N looks further back",
+            file=sys.stderr,
+        )
 
 
 @app.command()
@@ -291,7 +295,8 @@ def _free_index(spec: "EnvironmentSpec") -> int:
     free = sorted(set(range(spec.network.num_blocks)) - used)
     if not free:
         raise InputError(
-            f"environment {spec.name}: all {spec.network.num_blocks} blocks of {spec.network.cidr} are taken; "
+            f"environment {spec.name}: all {counted(spec.network.num_blocks, 'block')} of {spec.network.cidr} "
+            f"{either(spec.network.num_blocks, 'is', 'are')} taken; "
             "use another environment for more tenants, as a range can't grow under deployed networks"
         )
     return free[0]
@@ -347,7 +352,7 @@ def _print_plan(planned: Any, as_json: bool) -> None:
 
 def _print_preview(difference: "Preview") -> None:
     for stack, count in difference.added.items():
-        print(f"new stack {stack}: {count} resources")
+        print(f"new stack {stack}: {counted(count, 'resource')}")
     for stack in difference.removed:
         print(f"stack no longer there: {stack}")
     for stack, ids in difference.changed.items():
@@ -384,6 +389,9 @@ def _print_settings(spec: "EnvironmentSpec", name: str) -> None:
     budget = tenant.budget
     hours = f" and {budget.monthly_gpu_hours:,.0f} GPU-hours" if budget.monthly_gpu_hours else ""
     ends = "are saved and stopped" if budget.when_spent == "stop" else "may finish"
-    print(f"jobs: up to {tenant.max_job_hours:g} hours; budget: {budget.monthly_usd:,.0f} USD{hours} a month,", end=" ")
+    print(
+        f"jobs: up to {counted(tenant.max_job_hours, 'hour')}; budget: {budget.monthly_usd:,.0f} USD{hours} a month,",
+        end=" ",
+    )
     print(f"after which running jobs {ends}")
     print(f"cost center: {tenant.cost_center}; data on removal: {spec.data_on_removal(name)}")

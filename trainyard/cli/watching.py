@@ -9,6 +9,7 @@ import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption, as_given
 from trainyard.cli.output import check_page, console, print_json, write_page
+from trainyard.spec.words import counted
 
 TRACK_SECONDS = 15.0
 """Between two looks of --follow: the metrics of a job on AWS come with its checkpoints, minutes apart."""
@@ -118,7 +119,7 @@ def track(
             name = experiment or asked.experiment or experiment_of(record)
             is_last = current.finished or not follow
             told = tell(server, record, place.s3, experiment=name, with_page=is_last)
-            spinner.update(f"{job_id}: {current.state}, {told.num_steps} new steps")
+            spinner.update(f"{job_id}: {current.state}, {counted(told.num_steps, 'new step')}")
             if is_last:
                 break
             time.sleep(TRACK_SECONDS)

@@ -68,7 +68,7 @@ def refusal(record: dict[str, Any], why: str | None, step: int) -> str:
     if why is None:
         return "another start wouldn't mend what ended it"
     if len(mine) >= most:
-        return f"{len(mine)} resumes are spent (recovery.max_resumes)"
+        return f"recovery.max_resumes is spent ({len(mine)})"
     if why == _KILLED and sum(f": {_KILLED};" in note for note in mine) >= MOST_KILLED:
         return f"hosts were killed without a word after {MOST_KILLED} resumes for that: is their memory enough?"
     if why != _NO_CAPACITY and _last_failure(record).endswith(_how(why, step)):

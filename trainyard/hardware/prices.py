@@ -16,6 +16,7 @@ from typing import Literal
 from trainyard.errors import InputError
 from trainyard.hardware.instances import instance
 from trainyard.hardware.tables import rows
+from trainyard.spec.words import counted
 
 DEFAULT_REGION = "us-east-1"
 
@@ -160,7 +161,7 @@ class PriceBook:
         if self._today is not None and not self._is_young(kind, as_of):
             age = (self._today - as_of).days
             raise InputError(
-                f"the {what} is of {as_of}, {age} days old, and is not quoted after {MAX_AGE_DAYS[kind]}; "
+                f"the {what} is of {as_of}, {counted(age, 'day')} old, and is not quoted after {MAX_AGE_DAYS[kind]}; "
                 "get today's: trainyard prices refresh"
             )
 

@@ -6,6 +6,7 @@ from html import escape
 from trainyard.isolation.mutants import Survey
 from trainyard.isolation.places import Wire
 from trainyard.isolation.proof import Finding, Proof
+from trainyard.spec.words import counted
 
 _LISTS = (
     ("allowed_cross_tenant", "Allowed across tenants", "Requests that touch another tenant or the shared platform."),
@@ -28,7 +29,8 @@ _LIMITS = (
 def lines(proof: Proof, survey: Survey | None = None) -> Iterator[str]:
     """The terminal's lines."""
     yield (
-        f"{proof.environment}: {proof.tenants} tenants, {proof.pairs} pairs, {proof.requests:,} requests: "
+        f"{proof.environment}: {counted(proof.tenants, 'tenant')}, {counted(proof.pairs, 'pair')}, "
+        f"{counted(proof.requests, 'request')}: "
         f"{'isolated, and every tenant can do its work' if proof.holds else 'NOT PROVEN'}"
     )
     for name, title, _ in _LISTS:

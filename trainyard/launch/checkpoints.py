@@ -19,6 +19,7 @@ from trainyard.launch.checkpoint_files import FOLDER, RECOVERY_FILE, Files, open
 from trainyard.launch.lineage import METRICS, refuse_anothers
 from trainyard.spec.checkpoint_names import file_name, misnamed, other_step, problem_with_sizes
 from trainyard.spec.retention import Retention
+from trainyard.spec.words import counted
 
 _MARKER = "COMMITTED"
 """Written last: a checkpoint without it is torn, and never read."""
@@ -187,7 +188,8 @@ def refuse_unreadable(destination: str, found: Sequence[Checkpoint]) -> None:
         kind = AwsRefusedError if destination.startswith("s3://") else JobFailedError
         steps = ", ".join(str(one.step) for one in unreadable)
         raise kind(
-            f"{len(unreadable)} of {len(found)} checkpoints can't be read (step {steps}): {unreadable[-1].problem}"
+            f"{len(unreadable)} of {counted(len(found), 'checkpoint')} can't be read (step {steps}): "
+            f"{unreadable[-1].problem}"
         )
 
 
@@ -304,7 +306,9 @@ def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Prun
         if not found:
             return Pruning((), (), 0)
         refuse_unreadable(destination, found)
-        raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
+        raise JobFailedError(
+            f"{destination}: not one of {counted(len(found), 'checkpoint')} is whole, so nothing was removed"
+        )
     values = {one.step: rules.value_of(one.extra) for one in good}
     kept_steps = rules.kept(values, {one.step: rules.samples_of(one.extra) for one in good})
     older = [one for one in found if one.step < good[-1].step and one.is_readable]

@@ -19,6 +19,7 @@ from trainyard.planner.reading import warned_of_slurm
 from trainyard.planner.results import Configuration
 from trainyard.spec.job import STOP_SECONDS, JobSpec
 from trainyard.spec.platform import QueueContract, TenantContract
+from trainyard.spec.words import counted, either
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[Runnin
         )
     if not hardware.instance(instance_type).efa_interfaces:
         raise InputError(
-            f"compute.instance_type {instance_type}: has no EFA: {compute.instance_count} hosts would talk over "
+            f"compute.instance_type {instance_type}: has no EFA: {counted(compute.instance_count, 'host')} "
+            "would talk over "
             "TCP; use one host, or a type with EFA such as ml.p5.4xlarge"
         )
     return _with_room(job, {name: roomy[name] for name in multi_node}, running, contract.queues)
@@ -124,7 +126,10 @@ def _with_room(
         kinds = {other.instance_type for other in holders}
         also = [other for other in offers if other != name and kinds & set(offers[other].instance_types)]
         shared = f" (a job counts in each queue that offers its type: {', '.join([name, *also])})" if also else ""
-        full.append(f"{held} of the {queue.max_instances} instances of queue {name} are held by {jobs}{shared}")
+        full.append(
+            f"{held} of the {counted(queue.max_instances, 'instance')} of queue {name} "
+            f"{either(held, 'is', 'are')} held by {jobs}{shared}"
+        )
     raise InputError(
         f"compute.instance_count {count}: over the quota of tenant {job.tenant}: {'; '.join(full)}; wait until one "
         "ends, stop one (trainyard stop), or raise max_instances of the queue in the environment file"
@@ -140,7 +145,8 @@ def refused_hours(job: JobSpec, contract: TenantContract) -> list[str]:
     if job.compute.max_hours <= contract.max_job_hours:
         return []
     return [
-        f"compute.max_hours {job.compute.max_hours:g} is over the {contract.max_job_hours:g} hours that tenant "
+        f"compute.max_hours {job.compute.max_hours:g} is over the {counted(contract.max_job_hours, 'hour')} "
+        "that tenant "
         f"{contract.tenant}'s jobs may run: lower it (a stopped job resumes from its checkpoint)"
     ]
 
@@ -292,6 +298,7 @@ def refused_by_month(job: JobSpec, contract: TenantContract, say: Say = say_noth
     if most <= contract.monthly_usd:
         return []
     return [
-        f"{compute.instance_count} x {kind} for {starts} x {compute.max_hours:g} hours could cost {most:,.0f} USD, and "
+        f"{compute.instance_count} x {kind} for {starts} x {counted(compute.max_hours, 'hour')} could cost "
+        f"{most:,.0f} USD, and "
         f"tenant {contract.tenant} has {contract.monthly_usd:,.0f} USD a month: lower compute.max_hours, or use fewer"
     ]

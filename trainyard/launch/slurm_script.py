@@ -152,7 +152,7 @@ if [ -n "$$saved$$lost" ]; then
     && { echo "$$why" >> requeues || [ "$${SLURM_RESTART_COUNT:-0}" -lt "$$most_requeues" ]; }; then
     requeue "$$why"
   fi
-  if [ -z "$$lost" ]; then finish Stopped "$$why; $$most_requeues requeues are spent (recovery.max_resumes)" ""; fi
+  if [ -z "$$lost" ]; then finish Stopped "$$why; recovery.max_resumes is spent ($$most_requeues)" ""; fi
 fi
 finish Failed "" "$${reason:-a task ended with exit code $$code; the end of log/ may say why}"
 """

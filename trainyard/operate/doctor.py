@@ -21,6 +21,7 @@ from trainyard.launch.session import Account, assume, checkout_root, open_accoun
 from trainyard.operate.account_checks import Check, failed, of_environment, of_tenant
 from trainyard.operate.deploy import stack_names, tenant_stacks
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
+from trainyard.spec.words import counted
 
 MIN_PYTHON = (3, 11)
 MIN_NODE_MAJOR = 22
@@ -128,10 +129,12 @@ def prices(environment: EnvironmentSpec) -> Check:
         )
     age_days = (today - oldest).days
     if age_days > MAX_AGE_DAYS["on_demand"]:
-        return Check("prices", "fail", f"{oldest_type}: as of {oldest}, {age_days} days old: not quoted", mend)
+        return Check(
+            "prices", "fail", f"{oldest_type}: as of {oldest}, {counted(age_days, 'day')} old: not quoted", mend
+        )
     if age_days > MAX_PRICE_AGE_DAYS:
-        return Check("prices", "warn", f"{oldest_type}: as of {oldest}, {age_days} days old", mend)
-    return Check("prices", "pass", f"oldest as of {oldest}, {age_days} days old")
+        return Check("prices", "warn", f"{oldest_type}: as of {oldest}, {counted(age_days, 'day')} old", mend)
+    return Check("prices", "pass", f"oldest as of {oldest}, {counted(age_days, 'day')} old")
 
 
 def stacks(account: Account, environment: EnvironmentSpec, tenant: str | None = None) -> Iterator[Check]:
@@ -157,7 +160,7 @@ def stacks(account: Account, environment: EnvironmentSpec, tenant: str | None = 
 def tenant_access(account: Account, contract: TenantContract, other: TenantContract | None) -> Iterator[Check]:
     """A tenant's roles, buckets and keys: what must be allowed is, what must be denied is."""
     name = contract.tenant
-    yield Check(f"{name}: contract", "pass", f"version {contract.version}, {len(contract.queues)} queues")
+    yield Check(f"{name}: contract", "pass", f"version {contract.version}, {counted(len(contract.queues), 'queue')}")
     launcher: Account | None = None
     for kind in ("launcher", "auditor"):
         role_arn = getattr(contract.roles, kind)

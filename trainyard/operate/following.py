@@ -27,6 +27,7 @@ from trainyard.launch.session import state_root
 from trainyard.operate.tracking import Server, Tracked, check_no_secret, metrics_version, server_at, track
 from trainyard.operate.wandb_tracking import WandbTracker, check_wandb
 from trainyard.spec.job import JobSpec
+from trainyard.spec.words import counted
 
 FOLLOW_SECONDS = 15.0
 """Between two tellings: the metrics of a job on AWS come with its checkpoints, minutes apart."""
@@ -147,7 +148,7 @@ class _Told:
             return
         self.known, self.failures = version, 0
         if told.num_steps or record.finished:
-            say(f"{record.state}: {told.num_steps} new steps told to {told.url}")
+            say(f"{record.state}: {counted(told.num_steps, 'new step')} told to {told.url}")
 
     @property
     def is_given_up(self) -> bool:

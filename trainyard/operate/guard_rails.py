@@ -20,6 +20,7 @@ from trainyard.launch.aws import aws_errors
 from trainyard.launch.place import environment_file
 from trainyard.launch.session import checkout_root
 from trainyard.spec.platform import load_environment
+from trainyard.spec.words import counted
 
 TYPES = {
     "sagemaker:EnableRemoteDebug": "boolean",
@@ -105,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{answer.case}: AWS says {answer.decision}, {'allowed' if answer.case.allowed else 'explicitDeny'} wanted"
         )
-    print(f"{len(answers)} cases put to iam:SimulateCustomPolicy, {len(wrong)} answered otherwise")
+    print(f"{counted(len(answers), 'case')} put to iam:SimulateCustomPolicy, {len(wrong)} answered otherwise")
     return 1 if wrong else 0
 
 

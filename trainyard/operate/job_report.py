@@ -19,8 +19,8 @@ from trainyard.launch.spending import Spent, spent
 from trainyard.planner import results
 from trainyard.planner.drawing import COLOURS, WIDTH, Bar, Curve, Mark, Picture, Scale, line_chart, stacked_bars
 from trainyard.planner.page import STYLE
-from trainyard.planner.render import counted
 from trainyard.spec.meters import BY_NAME
+from trainyard.spec.words import counted
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -225,7 +225,7 @@ def _timeline_legend(picture: Picture, states: Sequence[str]) -> None:
 def _restart_words(record: JobRecord, restarts: Sequence[Mark]) -> str:
     reclaims = sum(attempt.reclaims for attempt in record.attempts)
     count = len(record.attempts)
-    words = [f"{count} attempt{'s' if count > 1 else ''}, {reclaims} spot reclaim{'' if reclaims == 1 else 's'}"]
+    words = [f"{counted(count, 'attempt')}, {counted(reclaims, 'spot reclaim')}"]
     words += [f"{mark.words} went on at step {mark.x:,.0f}" for mark in restarts]
     words += [f"attempt {attempt.number}: {attempt.failure}" for attempt in record.attempts if attempt.failure]
     return "; ".join(words) + "."
@@ -237,7 +237,7 @@ def _comparison(found: Comparison | None) -> str:
     head = "<tr><th></th><th>planned</th><th>80 %</th><th>measured</th><th>planned is</th></tr>"
     body = "".join(_compared(line) for line in found.lines)
     notes = "".join(f"<p class=note>{escape(note)}</p>" for note in found.notes)
-    return f"<table>{head}{body}</table><p class=note>Medians of {found.num_steps} steps.</p>{notes}"
+    return f"<table>{head}{body}</table><p class=note>Medians of {counted(found.num_steps, 'step')}.</p>{notes}"
 
 
 def compared(line: Line) -> tuple[str, str, str, str]:

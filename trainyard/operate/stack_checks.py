@@ -18,6 +18,7 @@ from trainyard.isolation.templates import synthesize_into
 from trainyard.launch.place import environment_file
 from trainyard.launch.session import checkout_root
 from trainyard.spec.platform import load_environment
+from trainyard.spec.words import counted
 
 CHECKOV = "checkov==3.3.30"
 SECONDS = 900
@@ -189,7 +190,7 @@ def check(environment: Path, checkout: Path, work: Path, program: Path | str) ->
     yield "the CDK's rules, our Guard rules, AwsSolutions and NIST 800-53 R5: nothing without a reason", True
     for report in sorted(reports.glob("*.json")):
         number = sum(len(item["resources"]) for item in json.loads(report.read_text(encoding="utf-8")))
-        yield f"{report.stem}: {number} findings, a report: {report}", True
+        yield f"{report.stem}: {counted(number, 'finding')}, a report: {report}", True
     plain = folder / "templates"
     plain.mkdir(exist_ok=True)
     for stale in plain.iterdir():
@@ -213,7 +214,7 @@ def check(environment: Path, checkout: Path, work: Path, program: Path | str) ->
 
 
 def _verdict(tool: str, found: list[Finding]) -> str:
-    return f"{tool}: {len(found)} findings" + "".join(f"\n    {finding}" for finding in found)
+    return f"{tool}: {counted(len(found), 'finding')}" + "".join(f"\n    {finding}" for finding in found)
 
 
 def main(arguments: list[str] | None = None) -> int:

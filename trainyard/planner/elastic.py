@@ -5,6 +5,7 @@ from trainyard.planner.formulas import formulas_of
 from trainyard.planner.reading import layout_of, machines_of
 from trainyard.planner.resolve import fits, resolve
 from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.words import counted
 
 
 def on_hosts(job: JobSpec, num_hosts: int, *, processes_per_host: int | None = None) -> ResolvedJob:
@@ -12,7 +13,7 @@ def on_hosts(job: JobSpec, num_hosts: int, *, processes_per_host: int | None = N
 
     `processes_per_host`: what has really been started on each, where that isn't the instance type's to say.
     """
-    moved = job.on_instances(num_hosts, f"{job.name} on {num_hosts} instances")
+    moved = job.on_instances(num_hosts, f"{job.name} on {counted(num_hosts, 'instance')}")
     world_size = None if processes_per_host is None else num_hosts * processes_per_host
     resolved = resolve(moved, world_size=world_size)
     if world_size is None or resolved.num_hosts == num_hosts:

@@ -48,6 +48,7 @@ from trainyard.planner.older_families import LEARNED_POSITIONS, OLDER_READERS
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_families import SPARSE_READERS
 from trainyard.spec.model_types import position_names
+from trainyard.spec.words import counted
 
 
 def _llama(config: Config) -> ModelShape:
@@ -439,7 +440,8 @@ def _check_heads(config: Config, shape: ModelShape) -> None:
     is_stated = any(config.get(name) is not None for name in HEADS)
     if follows and is_stated and shape.hidden % shape.heads and shape.head_dim == shape.hidden // shape.heads:
         raise InputError(
-            f"model.config: {shape.heads} heads don't divide a hidden size of {shape.hidden}; change one of the two, "
+            f"model.config: {counted(shape.heads, 'head')} don't divide a hidden size of {shape.hidden}; change "
+            "one of the two, "
             "or state head_dim"
         )
 
@@ -490,14 +492,18 @@ def checked(shape: ModelShape) -> ModelShape:
     if shape.ffn < 1 and not shape.experts:
         raise InputError(f"model: the feed-forward width must be at least 1 (given: {shape.ffn})")
     if shape.heads % shape.kv_heads:
-        raise InputError(f"model: {shape.kv_heads} key/value heads must divide the {shape.heads} heads")
+        raise InputError(
+            f"model: {counted(shape.kv_heads, 'key/value head')} must divide the {counted(shape.heads, 'head')}"
+        )
     if shape.dense_layers > shape.layers or shape.moe_layers < 0:
         raise InputError(
-            f"model: dense_layers must be at most the model's {shape.layers} layers (given: {shape.dense_layers})"
+            f"model: dense_layers must be at most the model's {counted(shape.layers, 'layer')} (given: "
+            f"{shape.dense_layers})"
         )
     if shape.windowed_layers > shape.layers:
         raise InputError(
-            f"model: windowed_layers must be at most the model's {shape.layers} layers (given: {shape.windowed_layers})"
+            f"model: windowed_layers must be at most the model's {counted(shape.layers, 'layer')} (given: "
+            f"{shape.windowed_layers})"
         )
     if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
         raise InputError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainyard.planner.reading import Machines
 from trainyard.spec.job import ImageSpec, JobSpec
+from trainyard.spec.words import counted, either
 
 IMAGES_PER_CORE_SECOND = 298.0
 """JPEGs of 500 x 375 pixels and 113 KB, decoded, cropped and scaled to 224 by the trainer's code in one thread of an
@@ -36,7 +37,8 @@ class Loading:
     def note(self) -> str:
         """What a plan says of it."""
         said = (
-            f"data: a step takes {self.needed_per_second:,.0f} images/s of each rank, {self.threads} threads decode "
+            f"data: a step takes {self.needed_per_second:,.0f} images/s of each rank, "
+            f"{counted(self.threads, 'thread')} {either(self.threads, 'decodes', 'decode')} "
             f"about {self.given_per_second:,.0f}"
         )
         if self.exposed_seconds > 0:

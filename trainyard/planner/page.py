@@ -16,6 +16,7 @@ from trainyard.planner.results import Configuration, Option, Plan, Search, figur
 from trainyard.planner.scaling import Point, scaling
 from trainyard.planner.search import search as search_machines
 from trainyard.spec.job import JobSpec
+from trainyard.spec.words import counted
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace")
 MOST_BARS = 9
@@ -77,7 +78,7 @@ def _sections(job: JobSpec, plan: Plan, book: PriceBook) -> list[tuple[str, str,
 
 
 def _headline(plan: Plan) -> str:
-    length = f"{plan.steps:,} steps" if plan.steps else "by epochs"
+    length = counted(plan.steps, "step") if plan.steps else "by epochs"
     words = f"{count_of(plan.params)} parameters, {length}, on {machines_of(plan)}: {plan.chosen.layout}."
     if plan.cost is not None and not math.isfinite(plan.cost.expected_hours):
         words += f" It {UNFINISHED}: it fails more often than it saves."
@@ -209,7 +210,8 @@ def _curve(
     picture.path([(across.at(point.num_gpus), up.at(point.tokens_per_second)) for point in points], colour=colour)
     for point in points:
         tip = (
-            f"{name}, {point.num_gpus} GPUs: {point.tokens_per_second:,.0f} {unit}/s, {point.efficiency:.0%} of the "
+            f"{name}, {counted(point.num_gpus, 'GPU')}: {point.tokens_per_second:,.0f} {unit}/s, "
+            f"{point.efficiency:.0%} of the "
             f"first's a GPU; {point.configuration.layout}"
         )
         picture.dot(across.at(point.num_gpus), up.at(point.tokens_per_second), 4, colour, tip)

@@ -32,6 +32,7 @@ from trainyard.planner.resolve import (
 from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, TimePlan
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 from trainyard.spec.notes import notes_on
+from trainyard.spec.words import counted, either
 
 __all__ = ["Configuration", "Plan", "plan"]
 
@@ -241,10 +242,11 @@ def _notes_of_storage(job: JobSpec, cost: Cost | None, region: str, book: PriceB
     notes = [missing] if missing else []
     every = job.checkpoint.keep_every_steps
     if every is not None and cost.storage_gb_after:
-        a_month = cost.storage_usd_a_month_after
+        a_month, left = cost.storage_usd_a_month_after, round(cost.checkpoints_after)
         price = f", ${a_month:,.2f} a month in S3" if a_month else ""
         notes.append(
-            f"checkpoint.keep_every_steps {every}: about {cost.checkpoints_after:,.0f} checkpoints are left at the end,"
+            f"checkpoint.keep_every_steps {every}: about {counted(left, 'checkpoint')} "
+            f"{either(left, 'is', 'are')} left at the end,"
             f" {cost.storage_gb_after:,.0f} GB{price}, until somebody removes them"
         )
     return notes

@@ -49,6 +49,7 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, Constants
 from trainyard.planner.timing import step_time, time_spread
 from trainyard.planner.wording import in_plain_words
+from trainyard.spec.words import counted
 
 PLACES = ("none", "cpu", "nvme")
 """Of what is offloaded."""
@@ -323,9 +324,9 @@ def _usual_micro_batch(fields: Fields, shape: ModelShape, layout: Layout, device
 def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
     if shape.heads % degrees["tp"]:
         allowed = ", ".join(str(size) for size in range(1, shape.heads + 1) if shape.heads % size == 0)
-        raise InputError(f"tp {degrees['tp']}: does not divide the {shape.heads} heads (allowed: {allowed})")
+        raise InputError(f"tp {degrees['tp']}: does not divide the {counted(shape.heads, 'head')} (allowed: {allowed})")
     if degrees["pp"] > shape.layers:
-        raise InputError(f"pp {degrees['pp']}: the model has only {shape.layers} layers")
+        raise InputError(f"pp {degrees['pp']}: the model has only {counted(shape.layers, 'layer')}")
     if degrees["ep"] > 1 and (not shape.experts or shape.experts % degrees["ep"]):
         raise InputError(f"ep {degrees['ep']}: must divide the number of experts, {shape.experts}")
 

@@ -23,6 +23,7 @@ from trainyard.planner.layout import AttentionKernel, Layout, Masks, Recompute, 
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 from trainyard.spec.obstacles import separates_documents
+from trainyard.spec.words import counted, either
 
 BYTE_VOCABULARY = 257
 """The trainer's BYTE_VOCAB_SIZE: without a tokenizer a token is a byte, or a document's end."""
@@ -144,7 +145,7 @@ def warned_of_slurm(job: JobSpec) -> list[str]:
     if stated == has:
         return []
     return [
-        f"compute.slurm.gpus_per_node {stated}: the job is planned and started with the {has} GPUs that "
+        f"compute.slurm.gpus_per_node {stated}: the job is planned and started with the {counted(has, 'GPU')} that "
         f"compute.instance_type {compute.instance_type} has, a rank each; make the two equal, or leave it out"
     ]
 
@@ -156,8 +157,8 @@ def _processes_per_host(job: JobSpec, machine: Instance | None, hosts: int) -> i
         world = job.parallelism.world_size
         if world % hosts:
             raise InputError(
-                f"parallelism: {_product(job.parallelism)} = {world} ranks can't be spread evenly over "
-                f"compute.instance_count {hosts} hosts; use a multiple of {hosts}"
+                f"parallelism: {_product(job.parallelism)} = {counted(world, 'rank')} can't be spread evenly over "
+                f"compute.instance_count {counted(hosts, 'host')}; use a multiple of {hosts}"
             )
         return world // hosts
     return 1
@@ -187,16 +188,17 @@ def check_world(job: JobSpec, parallelism: ParallelismSpec, machines: Machines, 
     if parallelism.world_size == machines.world_size:
         return
     if started:
-        have = f"{machines.world_size} processes were started"
+        have = f"{counted(machines.world_size, 'process')} {either(machines.world_size, 'was', 'were')} started"
     elif machines.instance is not None:
         have = (
             f"{machines.num_hosts} x {job.compute.instance_type} have {machines.num_hosts} x "
-            f"{machines.processes_per_host} = {machines.world_size} GPUs"
+            f"{machines.processes_per_host} = {counted(machines.world_size, 'GPU')}"
         )
     else:
-        have = f"there are {machines.world_size} ranks"
+        have = f"there {either(machines.world_size, 'is', 'are')} {counted(machines.world_size, 'rank')}"
     raise InputError(
-        f"parallelism: {_product(parallelism)} = {parallelism.world_size} ranks, but {have}; make the two equal "
+        f"parallelism: {_product(parallelism)} = {counted(parallelism.world_size, 'rank')}, but {have}; make "
+        "the two equal "
         "(or parallelism: auto)"
     )
 
@@ -215,7 +217,8 @@ def check_shape(parallelism: ParallelismSpec, shape: ModelShape | None) -> None:
             )
     if parallelism.pipeline > shape.layers:
         raise InputError(
-            f"parallelism.pipeline {parallelism.pipeline}: the model has only {shape.layers} layers; use at most that"
+            f"parallelism.pipeline {parallelism.pipeline}: the model has only {counted(shape.layers, 'layer')}; "
+            "use at most that"
         )
     if parallelism.expert > 1 and (not shape.experts or shape.experts % parallelism.expert):
         have = f"{shape.experts} experts, which it must divide" if shape.experts else "no experts; set 1"

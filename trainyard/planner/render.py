@@ -10,6 +10,7 @@ from rich.text import Text
 
 from trainyard.planner.fitted import Fitted
 from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, figure, told_apart
+from trainyard.spec.words import counted
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
 MAX_FITTING_ROWS = 8
@@ -31,7 +32,7 @@ def render(plan: Plan) -> Group:
 
 
 def _headline(plan: Plan) -> str:
-    length = f"{plan.steps:,} steps" if plan.steps else "by epochs"
+    length = counted(plan.steps, "step") if plan.steps else "by epochs"
     length += f", {count_of(plan.tokens)} tokens" if plan.tokens else ""
     size = count_of(plan.params)
     where = f"{machines_of(plan)} ({counted(plan.num_gpus, 'rank')})"
@@ -43,11 +44,6 @@ def machines_of(plan: Plan) -> str:
     if plan.instance_type:
         return f"{plan.instance_count} x {plan.instance_type}"
     return f"{counted(plan.num_gpus, 'process')} here"
-
-
-def counted(number: int, thing: str) -> str:
-    """1 process, 2 processes; 1 rank, 2 ranks."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}{'es' if thing.endswith('s') else 's'}"
 
 
 def count_of(number: int) -> str:

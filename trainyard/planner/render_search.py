@@ -7,8 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard.planner.fitted import Command, Fitted
-from trainyard.planner.render import alternatives_table, count_of, counted, hours_of, usd_of
+from trainyard.planner.render import alternatives_table, count_of, hours_of, usd_of
 from trainyard.planner.results import Option, Search, figure
+from trainyard.spec.words import counted
 
 MAX_FITTING_ROWS = 14
 MAX_REJECTED_ROWS = 4
@@ -17,10 +18,11 @@ MAX_REJECTED_ROWS = 4
 
 def render_search(found: Search) -> Group:
     """Machines ranked with the chosen one marked, other layouts of it, how to run it, and notes."""
-    length = f"{found.steps:,} steps" if found.steps else "by epochs"
+    length = counted(found.steps, "step") if found.steps else "by epochs"
     limits = f"within {figure(found.deadline_hours)} h" + (f" and {usd_of(found.max_usd)}" if found.max_usd else "")
     headline = Text(
-        f"{found.job}: {count_of(found.params)} parameters, {length}, {limits}; {found.num_layouts:,} layouts on "
+        f"{found.job}: {count_of(found.params)} parameters, {length}, {limits}; "
+        f"{counted(found.num_layouts, 'layout')} on "
         f"{counted(len(found.options), 'machine')} in {found.region}"
     )
     parts: list[Text | Fitted | Command] = [headline, _machines(found)]

@@ -21,6 +21,7 @@ from trainyard.planner.results import told_apart
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 from trainyard.spec.obstacles import layout_obstacles, separates_documents
+from trainyard.spec.words import counted
 
 UNKNOWN_MACHINE_MICRO_BATCH = 8
 """Sequences at most where nothing tells what fits: enough to keep a CPU busy."""
@@ -144,7 +145,7 @@ def sequences_per_rank(job: JobSpec, parallelism: ParallelismSpec) -> int:
     batch, size = job.global_batch_size, parallelism.data_parallel_size
     if batch % size:
         raise InputError(
-            f"training.global_batch_size {batch}: is not divisible by the {size} data-parallel ranks; "
+            f"training.global_batch_size {batch}: is not divisible by the {counted(size, 'data-parallel rank')}; "
             f"nearest allowed: {_nearest(batch, size)}"
         )
     return batch // size
@@ -156,7 +157,7 @@ def check_micro_batch(job: JobSpec, parallelism: ParallelismSpec, micro_batch: i
         unit = parallelism.data_parallel_size * micro_batch
         raise InputError(
             f"training.global_batch_size {job.global_batch_size}: is not divisible by {unit} "
-            f"({parallelism.data_parallel_size} data-parallel ranks x micro_batch_size {micro_batch}); "
+            f"({counted(parallelism.data_parallel_size, 'data-parallel rank')} x micro_batch_size {micro_batch}); "
             f"nearest allowed: {_nearest(job.global_batch_size, unit)}"
         )
     count = per_rank // micro_batch
@@ -330,9 +331,11 @@ def _too_few_sequences(job: JobSpec, machines: Machines, layout: ParallelismSpec
     smaller = "" if stated in ("auto", 1) else "lower training.micro_batch_size, "
     least = layout.data_parallel_size * layout.pipeline * (1 if stated == "auto" else stated)
     return (
-        f"training.global_batch_size {job.global_batch_size}: is too small for {machines.world_size} ranks; the layout "
+        f"training.global_batch_size {job.global_batch_size}: is too small for "
+        f"{counted(machines.world_size, 'rank')}; the layout "
         f"that splits the model least and fits (tensor {layout.tensor}, pipeline {layout.pipeline}, data_shard "
-        f"{layout.data_shard}) needs {least} sequences a step; raise it, {smaller}take fewer machines, or take a "
+        f"{layout.data_shard}) needs {counted(least, 'sequence')} a step; raise it, {smaller}take fewer "
+        "machines, or take a "
         "layout that trainyard plan --search finds"
     )
 

@@ -45,6 +45,7 @@ from trainyard.planner.resolve import (
 )
 from trainyard.planner.results import Configuration, Option, Search, figure, told_apart
 from trainyard.spec.job import JobSpec, ParallelismSpec
+from trainyard.spec.words import counted, either
 
 MOST_FURTHER_SPLITTING = 64
 """Layouts that split the model further than this, times the least splitting that fits, only add communication."""
@@ -105,7 +106,8 @@ def search(
     notes = looked.notes_of_missing([*asked_types(instances), _own_type(job)], most)
     if left_out:
         notes.append(
-            f"{len(left_out)} types without a price in {region} were left out (name them: --instances "
+            f"{counted(len(left_out), 'type')} without a price in {region} "
+            f"{either(len(left_out), 'was', 'were')} left out (name them: --instances "
             f"{','.join(left_out[:3])}...); newer prices: trainyard prices refresh"
         )
     if num_steps(job) is None:
@@ -234,7 +236,10 @@ def _places(job: JobSpec, types: Sequence[str], most: int) -> Iterator[tuple[str
 
 def _undivided(job: JobSpec, most: int) -> str:
     training = job.training
-    words = f"training.global_batch_size {training.global_batch_size}: no layout of up to {most} machines divides it"
+    words = (
+        f"training.global_batch_size {training.global_batch_size}: no layout of up to "
+        f"{counted(most, 'machine')} divides it"
+    )
     if training.micro_batch_size != "auto":
         words += f" into micro-batches of {training.micro_batch_size} (training.micro_batch_size)"
     return words

@@ -7,6 +7,7 @@ from pathlib import Path
 from trainyard.errors import InputError
 from trainyard.planner.resolve import num_steps
 from trainyard.spec.job import JobSpec
+from trainyard.spec.words import counted
 
 UNITS = ("tokens", "samples")
 """First column of a curve: tokens, or samples (sequences, images) seen; the second is loss."""
@@ -29,7 +30,7 @@ def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
     moved = job.model_copy(update={"training": training})
     steps = num_steps(moved)
     assert steps is not None
-    note = f"to a loss of {target:g}: {seen:,.4g} {unit} by {curve}, which is {steps:,} steps of this job"
+    note = f"to a loss of {target:g}: {seen:,.4g} {unit} by {curve}, which is {counted(steps, 'step')} of this job"
     return moved, note
 
 

@@ -18,6 +18,7 @@ from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_ya
 from trainyard.spec.checkpoint_names import is_foreign, names_no_bucket
 from trainyard.spec.retention import BestSpec, Retention
 from trainyard.spec.tracking import JobTrackingSpec
+from trainyard.spec.words import counted
 
 SPEC_VERSION = 1
 """Laptop and image drift: the image refuses a spec newer than it knows."""
@@ -253,7 +254,8 @@ class ScheduleSpec(SpecModel):
             )
         if self.warmup_steps > num_steps:
             return (
-                f"training.schedule.warmup_steps: {self.warmup_steps} is more than the job's {num_steps} steps, so its"
+                f"training.schedule.warmup_steps: {self.warmup_steps} is more than the job's "
+                f"{counted(num_steps, 'step')}, so its"
                 f" learning rate ends at {num_steps / self.warmup_steps:.0%} of the peak",
             )
         if self.warmup_steps == num_steps > 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from trainyard.spec.base import SpecModel
 from trainyard.spec.job import JobSpec
 from trainyard.spec.support import ROUTER_FAMILIES
+from trainyard.spec.words import counted
 
 _MOSTLY = 0.5
 """A running average that is still more than this share of what the job began with has next to none of its training."""
@@ -74,7 +75,7 @@ def _idle(where: str, section: SpecModel, names: tuple[str, ...], why: str) -> I
 
 def _long_intervals(job: JobSpec, num_steps: int) -> Iterator[str]:
     """What comes round later than the job's end."""
-    length, last = f"is more than the job's {num_steps} steps", "the last step alone"
+    length, last = f"is more than the job's {counted(num_steps, 'step')}", "the last step alone"
     every = job.training.validation_every_steps
     if job.data.validation and every is not None and every > num_steps:
         yield f"training.validation_every_steps: {every} {length}: it is validated after {last}"
@@ -125,6 +126,7 @@ def _notes_of_average(job: JobSpec, num_steps: int) -> Iterator[str]:
         yield "training.optimizer.average_decay: 0 keeps the weights as they are a second time; null keeps none"
     elif (left := decay**num_steps) > _MOSTLY:
         yield (
-            f"training.optimizer.average_decay: {decay:g} over {num_steps} steps leaves an average that is {left:.0%}"
+            f"training.optimizer.average_decay: {decay:g} over {counted(num_steps, 'step')} leaves an average "
+            f"that is {left:.0%}"
             f" the weights that the job began with: {0.05 ** (1 / num_steps):.4g} leaves 5%"
         )

@@ -18,6 +18,7 @@ from trainyard.spec.base import Name, SpecModel, on_change, parse, read_yaml, wo
 from trainyard.spec.cluster import ClusterSpec
 from trainyard.spec.objectives import ObjectivesSpec
 from trainyard.spec.shares import ShareContract, ShareSpec
+from trainyard.spec.words import counted
 
 CONTRACT_VERSION = 4
 """2: a bucket and a key for artifacts. 3: the cluster, shares of training queues. 4: the tracking server, engine
@@ -131,7 +132,8 @@ class StorageSpec(SpecModel):
         archive, delete = self.archive_checkpoints_after_days, self.delete_checkpoints_after_days
         if archive is not None and delete is not None and delete < archive + ARCHIVE_MIN_DAYS:
             raise ValueError(
-                f"delete_checkpoints_after_days {delete}: archived at {archive} days, an object is billed for "
+                f"delete_checkpoints_after_days {delete}: archived at {counted(archive, 'day')}, an object is "
+                "billed for "
                 f"{ARCHIVE_MIN_DAYS} days more; delete at {archive + ARCHIVE_MIN_DAYS} or later, or don't archive"
             )
         return self
@@ -425,7 +427,7 @@ class EnvironmentSpec(SpecModel):
             if tenant.network_index >= num_blocks:
                 raise ValueError(
                     f"tenants.{name}.network_index {tenant.network_index}: {self.network.cidr} has only "
-                    f"{num_blocks} blocks of /{self.network.vpc_prefix_length} (0 to {num_blocks - 1})"
+                    f"{counted(num_blocks, 'block')} of /{self.network.vpc_prefix_length} (0 to {num_blocks - 1})"
                 )
             if tenant.network_index in owner:
                 raise ValueError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainyard.spec.job import ParallelismSpec
+from trainyard.spec.words import counted
 
 TENSOR_FAMILIES = frozenset(
     {
@@ -372,7 +373,7 @@ def pipeline_obstacle(
     if num_layers is not None and num_layers < num_stages:
         return (
             f"{asked}: {schedule} makes {num_stages} stages, but the model has"
-            f" {num_layers} layers; lower it, or use 1f1b, which makes one stage a rank"
+            f" {counted(num_layers, 'layer')}; lower it, or use 1f1b, which makes one stage a rank"
         )
     count = num_micro_batches
     if count < layout.pipeline:
@@ -452,7 +453,7 @@ def expert_obstacle(model_type: str, num_experts: int, layout: ParallelismSpec) 
         )
     if num_experts % degree:
         both = f" x tensor {layout.tensor}" if layout.expert > 1 and layout.tensor > 1 else ""
-        return f"{asked}{both} does not divide the model's {num_experts} experts: use a divisor"
+        return f"{asked}{both} does not divide the model's {counted(num_experts, 'expert')}: use a divisor"
     return None
 
 

@@ -60,6 +60,7 @@ from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.kept_room import FULL
 from trainyard.spec.checkpoint_names import LEADS_NOWHERE, broken_link
 from trainyard.spec.retention import BestSpec, Retention
+from trainyard.spec.words import counted
 
 _LONGEST_UPLOAD = timedelta(hours=2)
 """How long ranks wait behind for the slowest one's upload."""
@@ -497,7 +498,7 @@ class Checkpointer:
         own_host = socket.gethostname() if tier.is_of_another_run(run) else None
         hosts = sorted({host for host in self._group.gather_everywhere(own_host) if host is not None})
         if hosts and self._group.rank == 0:
-            more = f" and {len(hosts) - 3} more hosts" if len(hosts) > 3 else ""
+            more = f" and {counted(len(hosts) - 3, 'more host')}" if len(hosts) > 3 else ""
             self._report(
                 f"checkpoint.local_directory: what {tier.root} keeps on {', '.join(hosts[:3])}{more} is of another run"
                 f" than {self.uri} has now: it is left out, and removed by the first save"

@@ -28,6 +28,7 @@ from trainer.data.token_units import UnitTokens, Vocabulary, open_unit, unit_key
 from trainer.data.tokenizer import TextTokenizer
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:  # only who shares units with other hosts needs it
     from trainer.data.shared_units import SharedUnits
@@ -230,7 +231,7 @@ def _finish(
             num_documents += unit.num_documents
     if not num_tokens:
         shutil.rmtree(partial, ignore_errors=True)
-        kept = f" but {bad.count} bad records, the first: {bad.named[0]}" if bad.count else ""
+        kept = f" but {counted(bad.count, 'bad record')}, the first: {bad.named[0]}" if bad.count else ""
         raise InputError(f"{bad.where} {paths}: holds no text{kept}; give files with some, or take the source out")
     digest.update(ends_digest.digest())
     _digest_learnt(units, digest, at_work)

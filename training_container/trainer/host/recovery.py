@@ -15,6 +15,7 @@ from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.host.standings import Standing, mismatch
 from trainer.speech import say
 from trainyard.spec.job import RecoverySpec
+from trainyard.spec.words import counted, either
 
 LONGEST_BACKOFF_SECONDS = 300.0
 _MOST_DOUBLINGS = 64
@@ -136,8 +137,14 @@ class RestartPolicy:
         if len(made) < self._spec.max_restarts:
             return ""
         if in_window >= self._spec.max_restarts:
-            return f"{in_window} restarts within {self._spec.window_minutes:g} minutes are spent"
-        return f"{len(made)} restarts in a row came no further than step {self._furthest_step}, and are spent"
+            return (
+                f"{counted(in_window, 'restart')} within {counted(self._spec.window_minutes, 'minute')} "
+                f"{either(in_window, 'is', 'are')} spent"
+            )
+        count, spent = len(made), either(len(made), "is", "are")
+        return (
+            f"{counted(count, 'restart')} in a row came no further than step {self._furthest_step}, and {spent} spent"
+        )
 
     def _crash_loop(self) -> str:
         last = self._in_a_row[-1]

@@ -15,6 +15,7 @@ from trainer.observe.metrics import replace_all
 from trainer.runtime import Runtime
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.words import counted
 
 LEFT_OUT_FILE = "left_out_batches.jsonl"
 
@@ -39,7 +40,8 @@ class LeftOutBatches:
             first, number = row["first_sequence"], row.get("num_sequences", batch_size)  # the first trainers' have none
             if first + number > position and (number != batch_size or (first - position) % batch_size):
                 raise InputError(
-                    f"{self.path}: leaves out {number} sequences, from {first} on, which are no batch of a job that"
+                    f"{self.path}: leaves out {counted(number, 'sequence')}, from {first} on, which are no "
+                    "batch of a job that"
                     f" goes on at sequence {position} with training.global_batch_size {batch_size}: set it to what it"
                     " was, or remove the file here and beside the checkpoints to learn from all of them"
                 )

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.speech import say
 from trainyard.errors import JobFailedError
 from trainyard.kept_room import FULL
+from trainyard.spec.words import counted
 
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.json"
@@ -88,7 +89,7 @@ class MetricsLog:
         # The last line is the one that a kill breaks.
         if num_lost > (bool(lines) and not _rows_in(lines[-1:])) and not self._is_told:
             self._is_told = True
-            say(f"warning: {self.path}: {num_lost} of {len(lines)} rows can't be read, and are dropped")
+            say(f"warning: {self.path}: {num_lost} of {counted(len(lines), 'row')} can't be read: dropped")
         return rows
 
     def _text(self) -> str:

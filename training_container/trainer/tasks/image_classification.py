@@ -20,6 +20,7 @@ from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource, ImageSpec, ResolvedJob
+from trainyard.spec.words import counted
 
 MODEL_TYPES = ("resnet", "vit", "convnext")
 """Verified: parity, resumes and learning are tested with them."""
@@ -92,7 +93,9 @@ class Classes:
         try:
             return int(stated)
         except ValueError:
-            known = f"is not in images.class_names ({len(self.names)} names)" if self.names else "is no number"
+            known = (
+                f"is not in images.class_names ({counted(len(self.names), 'name')})" if self.names else "is no number"
+            )
             raise BadRecordError(f"its class {stated[:60]!r} {known}") from None
 
 
@@ -253,7 +256,8 @@ def _names(images: ImageSpec, num_classes: int) -> dict[str, int]:
         )
     if len(names) > num_classes:
         raise InputError(
-            f"{where}: has {len(names)} names, and the model tells {num_classes} classes apart: make images.num_classes"
+            f"{where}: has {counted(len(names), 'name')}, and the model tells {num_classes} classes apart: make "
+            "images.num_classes"
             " and the names agree"
         )
     if len(set(names)) != len(names):

@@ -34,6 +34,7 @@ from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource, ImageSpec, ResolvedJob
+from trainyard.spec.words import counted
 
 MODEL_TYPES = ("llava",)
 """Others (Qwen2-VL, Idefics3, PaliGemma ...) lay image tokens and positions out in ways of their own: not verified."""
@@ -212,7 +213,7 @@ class VisionLanguageTable(SampleTable):
         ids, learnt = self._image.expanded(*self._conversations.encode(members))
         if len(ids) > self.sequence_length:
             raise BadRecordError(
-                f"has {len(ids)} tokens, {self._image.count} of them its image's; data.sequence_length is"
+                f"has {counted(len(ids), 'token')}, {self._image.count} of them its image's; data.sequence_length is"
                 f" {self.sequence_length}"
             )
         labels = np.where(learnt, ids, IGNORED_LABEL)
@@ -369,7 +370,8 @@ def _check_config(config: PretrainedConfig, job: ResolvedJob) -> None:
     layers, heads = config.vision_config.num_hidden_layers, config.text_config.num_attention_heads
     if config.vision_feature_layer == 0 or not -layers - 1 <= config.vision_feature_layer <= layers:
         raise InputError(
-            f"{where}: vision_feature_layer {config.vision_feature_layer}: the tower has {layers} layers, so it must be"
+            f"{where}: vision_feature_layer {config.vision_feature_layer}: the tower has "
+            f"{counted(layers, 'layer')}, so it must be"
             f" 1 to {layers}, or {-layers - 1} to -1 from the end"
         )
     if heads % config.text_config.num_key_value_heads:
@@ -388,7 +390,7 @@ def _check_config(config: PretrainedConfig, job: ResolvedJob) -> None:
         )
     count, length = num_image_tokens(config), job.spec.data.sequence_length
     if length < count + 2:
-        raise InputError(f"data.sequence_length: {length}: an image alone is {count} tokens; lengthen it")
+        raise InputError(f"data.sequence_length: {length}: an image alone is {counted(count, 'token')}; lengthen it")
     positions = config.text_config.max_position_embeddings
     if length > positions:
         raise InputError(f"data.sequence_length is {length}, but the model has {positions} positions; shorten it")

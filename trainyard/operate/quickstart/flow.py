@@ -28,6 +28,7 @@ from trainyard.operate.quickstart.training import JobRun, launch_job, stop_own_j
 from trainyard.planner import Plan
 from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import EnvironmentSpec, load_environment
+from trainyard.spec.words import counted
 
 DATASET_PREFIX = "datasets/python-stdlib"
 SOURCES = (
@@ -136,7 +137,7 @@ def deploy(options: Options, environment: EnvironmentSpec, info: EmulatorInfo, p
             phase.update("unchanged: looking whether it is all still there")
             try:
                 emulator.verify_deployment(info, names, options.output_dir / "cdk.out")
-                phase.summary = f"{len(names)} stacks, unchanged"
+                phase.summary = f"{counted(len(names), 'stack')}, unchanged"
                 return
             except JobFailedError as error:
                 phase.note(f"deploying again: {error}")
@@ -152,9 +153,11 @@ def deploy(options: Options, environment: EnvironmentSpec, info: EmulatorInfo, p
     phase.update("comparing the templates with what exists")
     checked = emulator.verify_deployment(info, names, options.output_dir / "cdk.out")
     stamp.write_text(json.dumps(wanted))
-    recorded = f"{len(checked.recorded_only)} types only recorded: {', '.join(checked.recorded_only)}"
-    backed = f"{len(checked.api_backed)} types found by their service's API"
-    phase.summary = f"{len(names)} stacks; all {checked.num_resources} resources exist ({backed}; {recorded})"
+    recorded = f"{counted(len(checked.recorded_only), 'type')} only recorded: {', '.join(checked.recorded_only)}"
+    backed = f"{counted(len(checked.api_backed), 'type')} found by their service's API"
+    phase.summary = (
+        f"{counted(len(names), 'stack')}; all {checked.num_resources} resources exist ({backed}; {recorded})"
+    )
 
 
 def sources_digest(options: Options) -> str:
@@ -227,7 +230,8 @@ def train(options: Options, site: Site, job: JobSpec, phase: Phase) -> JobRun:
     launched = launch_job(options, [], phase)
     done = watch(site.owner, site.info, launched, phase)
     phase.summary = (
-        f"{done.num_steps} steps in {len(done.attempts)} attempts, loss {done.losses[0]:.3f} → {done.losses[-1]:.3f}"
+        f"{done.num_steps} steps in {counted(len(done.attempts), 'attempt')}, loss {done.losses[0]:.3f} → "
+        f"{done.losses[-1]:.3f}"
     )
     return done
 
@@ -258,7 +262,7 @@ def probe_isolation(site: Site, main_run: JobRun, phase: Phase) -> ProbeResult:
         outcome = f"denied: {attempt.reason}" if attempt.denied else "ALLOWED"
         asked = f"{site.intruder.contract.tenant} asks for {thing} of {site.owner.contract.tenant}"
         phase.note(f"{asked}: {outcome}", style="" if attempt.denied else "red")
-    phase.summary = f"{result.num_denied} of {len(result.attempts)} attempts denied by the deployed policies"
+    phase.summary = f"{result.num_denied} of {counted(len(result.attempts), 'attempt')} denied by the deployed policies"
     return result
 
 

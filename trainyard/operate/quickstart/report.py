@@ -13,6 +13,7 @@ from rich.text import Text
 from trainyard.kept_room import write_whole
 from trainyard.operate.quickstart.options import Options
 from trainyard.spec.base import SpecModel
+from trainyard.spec.words import counted
 
 
 class JobReport(SpecModel):
@@ -165,7 +166,7 @@ def print_summary(console: Console, report: QuickstartReport, options: Options) 
     table = Table(title="What happened", show_header=False, title_justify="left", pad_edge=False)
     table.add_row(
         "job",
-        f"{job.name}: {job.status}, {job.steps} steps on {job.hosts} hosts ({job.strategy})",
+        f"{job.name}: {job.status}, {counted(job.steps, 'step')} on {counted(job.hosts, 'host')} ({job.strategy})",
     )
     table.add_row("loss", f"{report.loss.first:.3f} → {report.loss.last:.3f}  {sparkline(report.loss.list)}")
     table.add_row(
@@ -181,7 +182,7 @@ def print_summary(console: Console, report: QuickstartReport, options: Options) 
     )
     table.add_row(
         "isolation",
-        f"{report.isolation.denied} of {report.isolation.attempts} attempts of the other tenant denied; "
+        f"{report.isolation.denied} of {counted(report.isolation.attempts, 'attempt')} of the other tenant denied; "
         f"{report.isolation.controls_allowed} of the owner's own calls allowed",
     )
     table.add_row(

@@ -14,6 +14,7 @@ from trainyard.launch.place import TenantAccess
 from trainyard.operate.runbooks.framework import Finding, Step, call, keep
 from trainyard.operate.runbooks.runbook import Context, Runbook
 from trainyard.operate.tenants.revocations import POLICY, closed_before
+from trainyard.spec.words import counted
 
 SUMMARY = "become a tenant's operator for an hour (open), end it (close), see who has been it (audit)"
 SESSION_SECONDS = 3600
@@ -124,7 +125,7 @@ def _audit(context: Context, access: TenantAccess, role: str) -> list[Finding]:
     if read:
         told = tuple(_use(one) for one in sorted(uses, key=lambda one: str(one.get("eventTime"))))
         where = f"by the event history of {' and '.join(read)}; what another region's STS was asked is in that one's"
-        findings.append(Finding("clear", f"{len(uses)} uses of {role} in {AUDIT_DAYS} days, {where}", told))
+        findings.append(Finding("clear", f"{counted(len(uses), 'use')} of {role} in {AUDIT_DAYS} days, {where}", told))
     return findings
 
 

@@ -14,6 +14,7 @@ from trainyard.operate.runbooks.diagnosis import (
 )
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
+from trainyard.spec.words import counted
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
@@ -69,7 +70,7 @@ def _waits(evidence: Evidence) -> Finding:
         return Finding("unknown", words, (state,), (f"trainyard status {job_words(evidence)}",))
     if seconds is None:
         return Finding("unknown", "it waits for machines, and since when isn't known", (state,))
-    words = f"it has waited for machines for {seconds / 60:.0f} minutes, and still waits"
+    words = f"it has waited for machines for {counted(round(seconds / 60), 'minute')}, and still waits"
     if seconds <= most:
         return Finding("clear", f"{words}: its tenant's jobs may for {most / 60:.0f}", (state,))
     held = f"{there(evidence, 'trainyard', 'jobs')}   # which of the tenant's jobs hold machines"
@@ -84,13 +85,13 @@ def _has_machines(evidence: Evidence) -> Finding:
         return _never_had_any(evidence, seconds)
     if told.kind != "clear" or seconds is None or seconds <= evidence.most_waited_seconds:
         return told
-    words = f"{told.words}; it had its machines after {seconds / 60:.0f} minutes"
+    words = f"{told.words}; it had its machines after {counted(round(seconds / 60), 'minute')}"
     return Finding("clear", words, _states(evidence), (f"trainyard status {job_words(evidence)}",))
 
 
 def _never_had_any(evidence: Evidence, seconds: float) -> Finding:
     """Its wait ended with the job: nobody says that machines would have come."""
-    words = f"it ended after {seconds / 60:.0f} minutes without having had any machine"
+    words = f"it ended after {counted(round(seconds / 60), 'minute')} without having had any machine"
     decided_by = (*_states(evidence), ": ".join(word for word in (evidence.state, evidence.note) if word))
     if seconds <= evidence.most_waited_seconds:
         most = f"its tenant's jobs may wait for {evidence.most_waited_seconds / 60:.0f}"

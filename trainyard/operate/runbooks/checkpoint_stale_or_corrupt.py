@@ -11,6 +11,7 @@ from trainyard.operate.runbooks.diagnosis import (
 )
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
+from trainyard.spec.words import counted
 
 LATE = 2.0
 """So many intervals without a save is late: one save may be on its way, and one may fail."""
@@ -74,16 +75,16 @@ def _late(evidence: Evidence) -> list[Finding]:
     seconds = max(seconds, evidence.unsaved_seconds or 0.0)
     if not _is_late(evidence, num_steps, seconds):
         return []
-    told = f"{num_steps} steps ({seconds:.0f} s) since the newest commit, of step {newest}"
+    told = f"{counted(num_steps, 'step')} ({seconds:.0f} s) since the newest commit, of step {newest}"
     if not newest:
-        told = f"{num_steps} steps ({seconds:.0f} s), and no commit"
+        told = f"{counted(num_steps, 'step')} ({seconds:.0f} s), and no commit"
     job, doctor = job_words(evidence), there(evidence, "trainyard", "doctor")
     then = [f"trainyard logs {job} | grep ' checkpoint '", f"{doctor}   # buckets and keys"]
     own = record.resolved.spec.checkpoint.every_minutes
     if isinstance(own, int | float) and 60 * own > evidence.most_unsaved_seconds:
         then.append(
             f"trainyard stop {job} --wait && trainyard resume {job} --set checkpoint.every_minutes="
-            f"{max(1.0, evidence.most_unsaved_seconds / 120):.0f}   # its own interval is {own:g} minutes"
+            f"{max(1.0, evidence.most_unsaved_seconds / 120):.0f}   # its own interval is {counted(own, 'minute')}"
         )
     words = "the newest checkpoint is stale"
     if (evidence.unsaved_seconds or 0.0) > evidence.most_unsaved_seconds:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 from trainyard.operate.runbooks.log_lines import RUNBOOKS, Fault, Hit
+from trainyard.spec.words import counted
 
 MOST_SHOWN = 3
 """Lines of a kind in a report; all are in the evidence."""
@@ -16,7 +17,7 @@ Diagnose = Callable[[Evidence], list[Finding]]
 def shown(hits: Sequence[Hit]) -> tuple[str, ...]:
     """Lines as a report has them, with their number in lines.txt."""
     told = [f"line {hit.number}: {hit.line[:400]}" for hit in hits[:MOST_SHOWN]]
-    return (*told, *([f"and {len(hits) - MOST_SHOWN} more lines"] if len(hits) > MOST_SHOWN else []))
+    return (*told, *([f"and {counted(len(hits) - MOST_SHOWN, 'more line')}"] if len(hits) > MOST_SHOWN else []))
 
 
 def own_hits(evidence: Evidence, *faults: Fault) -> list[Hit]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainyard.launch.compare import WARM_STEPS
 from trainyard.spec.meters import BY_NAME, OBJECTIVES
+from trainyard.spec.words import counted
 
 Row = Mapping[str, Any]
 Cause = Literal["data", "communication", "straggler", "throttling", "checkpoint"]
@@ -64,7 +65,7 @@ class Speed:
         """One line."""
         plan = "no plan for this machine" if self.of_plan is None else f"{100 * self.of_plan:.0f}% of the plan's speed"
         parts = ", ".join(f"{name} {100 * share:.0f}%" for name, share in self.shares.items() if share >= 0.005)
-        return f"step {self.step_seconds:.3f} s over the last {self.num_steps} steps, {plan}: {parts}"
+        return f"step {self.step_seconds:.3f} s over the last {counted(self.num_steps, 'step')}, {plan}: {parts}"
 
 
 def warm_rows(rows: Sequence[Row]) -> list[Row]:

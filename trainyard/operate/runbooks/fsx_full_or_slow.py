@@ -19,6 +19,7 @@ from trainyard.operate.runbooks.figures import speed
 from trainyard.operate.runbooks.framework import Finding, Step, keep
 from trainyard.operate.runbooks.runbook import Context, Runbook
 from trainyard.spec.platform import TenantContract
+from trainyard.spec.words import counted
 
 SUMMARY = "FSx for Lustre is full, or data come slowly; --warm-up FOLDER reads files in before a job does"
 FULL_FRACTION = 0.1
@@ -155,7 +156,9 @@ class WarmUp:
                 pass
         seconds = max(self._clock() - self._started, 1e-9)
         rate = self.done_bytes / seconds / 1e6
-        return f"{self.done_files} files, {self.done_bytes / GIB:.2f} GiB in {seconds:.0f} s ({rate:.0f} MB/s)"
+        return (
+            f"{counted(self.done_files, 'file')}, {self.done_bytes / GIB:.2f} GiB in {seconds:.0f} s ({rate:.0f} MB/s)"
+        )
 
     def _read(self, path: Path) -> None:
         try:
@@ -177,7 +180,8 @@ class WarmUp:
             share = self.done_bytes / max(self.total_bytes, 1)
             left = (now - self._started) * (1 - share) / share
             told = (
-                f"{self.done_files} of {self.num_files} files, {100 * share:.0f}% of {self.total_bytes / GIB:.1f} GiB"
+                f"{self.done_files} of {counted(self.num_files, 'file')}, {100 * share:.0f}% of "
+                f"{self.total_bytes / GIB:.1f} GiB"
             )
             self._say(f"{told}, {left:.0f} s left")
 
@@ -210,7 +214,7 @@ def run(context: Context) -> None:
             context.report.findings.append(Finding("unknown", f"the file system could not be asked: {error}"))
     if given.warm_up is not None:
         warm_up = WarmUp(given.warm_up, context.say)
-        words = f"read {warm_up.num_files} files ({warm_up.total_bytes / GIB:.2f} GiB) below {given.warm_up}"
+        words = f"read {counted(warm_up.num_files, 'file')} ({warm_up.total_bytes / GIB:.2f} GiB) below {given.warm_up}"
         context.perform([Step(words, warm_up.run)])
     if not context.report.findings and given.warm_up is None:
         raise InputError("JOB: missing; give a job's id, --tenant NAME, --log FILE, or --warm-up FOLDER")

@@ -4,6 +4,7 @@ from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_wo
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.figures import diverged
 from trainyard.operate.runbooks.framework import Finding
+from trainyard.spec.words import counted
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
@@ -14,7 +15,11 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         return [told, *over(evidence, "diverged"), *others(evidence, "diverged")]
     job = job_words(evidence)
     good = [one for one in evidence.checkpoints if one.is_good]
-    before = f"{len(good)} good checkpoints, of steps {good[0].step} to {good[-1].step}" if good else "no checkpoint"
+    before = (
+        f"{counted(len(good), 'good checkpoint')}, of steps {good[0].step} to {good[-1].step}"
+        if good
+        else "no checkpoint"
+    )
     before += f" ({evidence.missing['checkpoints']})" if "checkpoints" in evidence.missing else ""
     anew = (
         "trainyard launch JOB.yaml --set training.on_anomaly=rollback --set training.spike_factor=5"

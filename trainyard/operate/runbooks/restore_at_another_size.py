@@ -7,6 +7,7 @@ from trainyard.launch.elastic import reviser
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
 from trainyard.operate.runbooks.runbook import Context, Runbook, count
+from trainyard.spec.words import counted
 
 SUMMARY = "a job goes on from its checkpoint on more or fewer machines"
 
@@ -46,7 +47,7 @@ def resume_steps(
     settings += ["--processes", str(processes)] if processes is not None else []
     steps.append(command("resume", record.job_id, *where, *settings))
     newest = good[-1]
-    by = f"{newest.world_size} ranks ({newest.strategy})"
+    by = f"{counted(newest.world_size or 1, 'rank')} ({newest.strategy})"
     words = f"goes on from step {newest.step}, saved by {by}: every byte was hashed"
     if not record.finished:
         words += "; or from a later one, which it saves when it is stopped"

@@ -9,6 +9,7 @@ from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Finding, command
 from trainyard.operate.runbooks.runbook import Context, Runbook, count
+from trainyard.spec.words import counted, either
 
 SUMMARY = "spot capacity is taken again and again: who is hit, and on-demand for those"
 STORM_SHARE = 0.5
@@ -27,13 +28,14 @@ def storm(records: list[JobRecord], least: int) -> tuple[Finding, list[JobRecord
     """Whether it is a storm, by the reclaims of the newest attempts of spot jobs; and the jobs to move. Pure."""
     spot = [record for record in records if record.resolved.spec.compute.spot and not record.finished]
     hit = [record for record in spot if record.attempt.reclaims]
-    told = tuple(f"{one.job_id}: taken {one.attempt.reclaims} times in attempt {one.attempt.number}" for one in hit)
+    told = tuple(
+        f"{one.job_id}: taken {counted(one.attempt.reclaims, 'time')} in attempt {one.attempt.number}" for one in hit
+    )
+    words = f"{len(hit)} of {counted(len(spot), 'running spot job')} {either(len(hit), 'was', 'were')} interrupted"
     moved = [record for record in hit if record.attempt.reclaims >= least]
     if moved and len(hit) >= STORM_SHARE * len(spot):
-        return Finding(
-            "fault", f"a spot storm: {len(hit)} of {len(spot)} running spot jobs were interrupted", told
-        ), moved
-    return Finding("clear", f"{len(hit)} of {len(spot)} running spot jobs were interrupted: no storm", told), []
+        return Finding("fault", f"a spot storm: {words}", told), moved
+    return Finding("clear", f"{words}: no storm", told), []
 
 
 def run(context: Context) -> None:
@@ -52,7 +54,7 @@ def run(context: Context) -> None:
             failures.append(error)
     if len(failures) > 1:
         told = "; ".join(dict.fromkeys(map(str, failures)))
-        raise JobFailedError(f"{len(failures)} of {len(moved)} jobs were not moved: {told}")
+        raise JobFailedError(f"{len(failures)} of {counted(len(moved), 'job')} were not moved: {told}")
     if failures:
         raise failures[0]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from trainyard.operate.course import value_at
+from trainyard.spec.words import counted
 
 StopRule = Literal["halving", "median", "none"]
 Curves = Mapping[int, Mapping[int, float]]
@@ -70,7 +71,9 @@ def median(running: Sequence[int], curves: Curves, num_steps: int) -> dict[int, 
             continue
         best, middle = min(own.values()), statistics.median(others)
         if best > middle:
-            found[trial] = f"best {best:.4g} up to step {last}, the median of {len(others)} others is {middle:.4g}"
+            found[trial] = (
+                f"best {best:.4g} up to step {last}, the median of {counted(len(others), 'other')} is {middle:.4g}"
+            )
     return found
 
 

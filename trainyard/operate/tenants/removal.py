@@ -23,8 +23,9 @@ from trainyard.operate.tenants.leftovers import Left
 from trainyard.operate.tenants.revocations import Revocation, lift, refuse_needed, revocations
 from trainyard.operate.tenants.storage import Contents
 from trainyard.operate.tenants.survey import NOT_DEPLOYED, Held, held, stack_status
-from trainyard.operate.tenants.unfinished import NOT_TOLD, Unfinished, silent
+from trainyard.operate.tenants.unfinished import NOT_TOLD, Unfinished, not_ended, silent
 from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec
+from trainyard.spec.words import counted
 
 Say = Callable[[str], None]
 
@@ -76,9 +77,13 @@ class Plan:
     def unowned(self) -> list[str]:
         """What no stack owns, and what becomes of it, for a person."""
         fate = "deleted" if self.policy == "shred" else "stays"
-        streams = [f"{self.job_streams} log streams of its jobs in {TRAINING_LOG_GROUP}"] if self.job_streams else []
+        streams = (
+            [f"{counted(self.job_streams, 'log stream')} of its jobs in {TRAINING_LOG_GROUP}"]
+            if self.job_streams
+            else []
+        )
         lines = [f"{what}: {fate}" for what in (*streams, *(f"Logs::LogGroup {name}" for name in self.machine_logs))]
-        lines += [f"{len(self.job_roles)} roles of its jobs: deleted"] if self.job_roles else []
+        lines += [f"{counted(len(self.job_roles), 'role')} of its jobs: deleted"] if self.job_roles else []
         return lines + [f"sessions of role {one.role} that were closed by hand: the role goes" for one in self.revoked]
 
     def fate(self, thing: Held) -> str:
@@ -144,9 +149,12 @@ class Report:
         lines = [f"tenant {self.tenant} left environment {self.environment} ({self.account}, {self.region})"]
         lines += [f"data: {self.policy}; from {self.started_at} to {self.finished_at}"]
         if self.exported:
-            lines.append("exported: {objects} objects, {size_bytes} bytes, to {to}".format(**self.exported))
+            lines.append(
+                f"exported: {counted(self.exported['objects'], 'object')}, {self.exported['size_bytes']} bytes, "
+                f"to {self.exported['to']}"
+            )
         lines += [f"deleted: stack {name}" for name in self.stacks_deleted]
-        lines += [f"emptied: {bucket}, {count} versions" for bucket, count in self.versions_deleted.items()]
+        lines += [f"emptied: {bucket}, {counted(count, 'version')}" for bucket, count in self.versions_deleted.items()]
         lines += [f"deleted: {thing}" for thing in self.deleted]
         lines += [f"left: {item}" for item in self.left] or ["left: nothing"]
         return lines
@@ -203,7 +211,7 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
         _write(path, journal := replace(journal, emptying=True))
         _empty(account, planned, report, say)
     if roles := leftovers.delete_job_roles(account, environment.name, tenant):
-        report.deleted.append(f"{len(roles)} roles of its jobs")
+        report.deleted.append(f"{counted(len(roles), 'role')} of its jobs")
     lift(account, planned.revoked)
     for name in reversed(list(planned.stacks)):
         if planned.stacks[name] != NOT_DEPLOYED:
@@ -231,7 +239,7 @@ def _refuse_running(tenant: str, running: Unfinished) -> None:
     """InputError while a job runs or may run, AwsRefusedError where that can't be told."""
     if running.jobs:
         raise InputError(
-            f"tenant {tenant}: {len(running.jobs)} jobs have not ended ({', '.join(running.jobs[:3])}); "
+            f"tenant {tenant}: {not_ended(running.jobs)} ({', '.join(running.jobs[:3])}); "
             "stop them (trainyard stop JOB), or wait"
         )
     if running.unanswered:
@@ -318,7 +326,7 @@ def _empty(account: Account, planned: Plan, report: Report, say: Say) -> None:
         gone, refused = storage.empty(account, bucket, say)
         report.versions_deleted[bucket] = gone
         if refused:
-            stuck[bucket] = f"{len(refused)} versions can't be deleted ({refused[0]})"
+            stuck[bucket] = f"{counted(len(refused), 'version')} can't be deleted ({refused[0]})"
     for bucket, why in stuck.items():
         raise AwsRefusedError(f"s3://{bucket}: {why}; mend that, or wait until their lock ends, and repeat the command")
 
@@ -381,7 +389,7 @@ def _delete_retained(account: Account, planned: Plan, report: Report, say: Say) 
     streams = leftovers.job_streams(account, planned.tenant)
     if streams:
         leftovers.delete_job_streams(account, streams)
-        report.deleted.append(f"{len(streams)} log streams of its jobs in {TRAINING_LOG_GROUP}")
+        report.deleted.append(f"{counted(len(streams), 'log stream')} of its jobs in {TRAINING_LOG_GROUP}")
     groups = leftovers.machine_log_groups(account, planned.environment.name, planned.tenant)
     leftovers.delete_log_groups(account, groups)
     report.deleted += [f"Logs::LogGroup {name}" for name in groups]

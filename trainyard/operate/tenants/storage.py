@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from trainyard.errors import AwsRefusedError
 from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code, is_missing
 from trainyard.launch.session import Account
+from trainyard.spec.words import counted
 
 Say = Callable[[str], None]
 EMPTY = hashlib.sha256().hexdigest()
@@ -44,7 +45,10 @@ class Contents:
     """Overwritten and deleted ones, and the markers of deletion."""
 
     def __str__(self) -> str:
-        return f"{self.objects} objects ({self.size_bytes / 2**30:.2f} GiB), {self.old_versions} old versions"
+        return (
+            f"{counted(self.objects, 'object')} ({self.size_bytes / 2**30:.2f} GiB), "
+            f"{counted(self.old_versions, 'old version')}"
+        )
 
 
 def contents(account: Account, bucket: str) -> Contents:
@@ -89,7 +93,7 @@ def export(launcher: Account, writer: Account, bucket: str, target: str, say: Sa
                     size, new = _copy(reader, bucket, item["Key"], store, target_bucket, copied), 1
                 counts = (1, size, new, new * size)
                 done = Exported(*(one + more for one, more in zip(done, counts, strict=True)))
-                say(f"copied {done.objects} objects of {bucket}")
+                say(f"copied {counted(done.objects, 'object')} of {bucket}")
     return done
 
 
@@ -207,7 +211,7 @@ def empty(account: Account, bucket: str, say: Say) -> tuple[int, list[str]]:
             errors = answer.get("Errors", [])
             refused += [f"{item['Key']}: {item.get('Code')} {item.get('Message', '')}".strip() for item in errors]
             gone += len(batch) - len(errors)
-            say(f"emptied {gone} versions of {bucket}")
+            say(f"emptied {counted(gone, 'version')} of {bucket}")
     return gone, refused
 
 

@@ -13,6 +13,7 @@ from trainyard.launch.doors import DOORS, asked_together
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, S3RecordStore
 from trainyard.launch.session import Account, assume
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
+from trainyard.spec.words import counted, either
 
 READS = 16
 """Records that are read at once."""
@@ -46,7 +47,7 @@ class Unfinished:
 
     def lines(self) -> list[str]:
         """For a person."""
-        told = [f"{len(self.jobs)} jobs have not ended: {', '.join(self.jobs)}"] if self.jobs else []
+        told = [f"{not_ended(self.jobs)}: {', '.join(self.jobs)}"] if self.jobs else []
         if self.unanswered:
             told.append(f"{silent(self.unanswered)}: {', '.join(self.unanswered)}")
         return told + ([f"{NOT_TOLD}: {self.untold}"] if self.untold else [])
@@ -59,7 +60,17 @@ class Unfinished:
 def silent(unanswered: Mapping[str, str]) -> str:
     """What is known of jobs whose cluster gives no answer."""
     why = "; ".join(dict.fromkeys(unanswered.values()))
-    return f"{len(unanswered)} jobs had not ended by their records, and their cluster gives no answer ({why})"
+    whose = either(len(unanswered), "its", "their")
+    number = counted(len(unanswered), "job")
+    return (
+        f"{number} had not ended by {whose} record{'' if whose == 'its' else 's'}, and {whose} cluster gives "
+        f"no answer ({why})"
+    )
+
+
+def not_ended(jobs: Collection[str]) -> str:
+    """1 job has not ended, 2 jobs have not ended."""
+    return f"{counted(len(jobs), 'job')} {either(len(jobs), 'has', 'have')} not ended"
 
 
 def queued(account: Account, contract: TenantContract) -> list[str]:
