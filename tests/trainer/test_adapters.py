@@ -10,7 +10,7 @@ from peft import inject_adapter_in_model
 from torch.distributed.checkpoint import FileSystemReader
 from trainer.checkpoint.manifest import step_folder
 from trainer.export import Export, export
-from trainer.models.adapters import adapter_configuration, add_adapter
+from trainer.models.adapters import adapter_configuration, add_adapter, notes_on_adapter
 from trainer.models.build import build_model
 from trainer.models.described import describe_model
 from trainer.runtime import distributed_runtime
@@ -93,6 +93,18 @@ def test_an_adapter_begins_as_nothing_and_is_all_that_trains(base: Path) -> None
     trained = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * 2  # two layers, two linears, two matrices
     assert sum(trained) == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_a_rank_beyond_the_narrowest_adapted_layer_is_told(base: Path, kind: str) -> None:
+    job = tiny_job("single", 1, **lora_job(base, kind=kind, rank=4096))
+    model, stated = build_model(job, vocab_size=VOCAB_SIZE), job.spec.model.adapter
+    assert stated is not None
+    (note,) = notes_on_adapter(model, stated)
+    config = model.config
+    keys = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    assert f"rank: 4096 is more than the width of v_proj, {keys}," in note
+    assert notes_on_adapter(model, stated.model_copy(update={"rank": keys})) == ()
 
 
 def test_of_a_micro_batch_nothing_is_left_when_the_next_one_begins(base: Path) -> None:

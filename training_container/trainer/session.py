@@ -22,6 +22,7 @@ from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
 from trainer.host.recovery import RECOVERY_FILE
+from trainer.models.adapters import notes_on_adapter
 from trainer.models.deferred_weights import shapes_alone
 from trainer.models.described import describe_model
 from trainer.models.weight_files import check_weight_files
@@ -189,7 +190,7 @@ class Session:
         if self._runtime.is_first:
             for name, choice in self.strategy.choices.items():
                 say(f"{name}: {choice}")
-            for note in self._course.notes():
+            for note in (*self._course.notes(), *self._model_notes):
                 say(f"warning: {note}")
 
     def _open_records(self) -> None:
@@ -221,6 +222,7 @@ class Session:
         """The model and its engine as they are before the first step, and the random numbers of that moment."""
         model = self._task.build_model(self._job, self.data)
         self._model_described = describe_model(self._job.spec, model)
+        self._model_notes = notes_on_adapter(model, self._job.spec.model.adapter)
         strategy = build_strategy(self._job, model=model, runtime=self._runtime)
         stream = random_stream(self._job.parallelism, self._runtime.rank)
         seed_everything(self._job.spec.training.seed, rank=stream)

@@ -84,6 +84,24 @@ def check_targets(model: PreTrainedModel, adapter: AdapterSpec) -> None:
         )
 
 
+def notes_on_adapter(model: nn.Module, adapter: AdapterSpec | None) -> tuple[str, ...]:
+    """What is odd about the job's adapter, which stands in a whole model already; its base's sizes no job states."""
+    pairs = {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
+    if adapter is None or not pairs:
+        return ()
+    widths = {
+        path: min(one.lora_A["default"].in_features, one.lora_B["default"].out_features) for path, one in pairs.items()
+    }
+    narrow = min(widths, key=lambda path: widths[path])
+    if adapter.rank <= widths[narrow]:
+        return ()
+    return (
+        f"model.adapter.rank: {adapter.rank} is more than the width of {narrow.rpartition('.')[2]}, "
+        f"{widths[narrow]}, and what is added to a matrix has no "
+        f"higher rank than that: the rest is trained and saved for nothing; {widths[narrow]} does",
+    )
+
+
 def _is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, with its matrix transposed
 
