@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launch_testing import record_without_tenant
 
+from trainyard.cli import jobs as jobs_module
 from trainyard.cli import live
 from trainyard.cli.app import run
 from trainyard.cli.seen import Seen
@@ -82,10 +83,34 @@ def test_the_last_step_and_the_newest_checkpoint_are_told_with_their_age(
     why = "step 3 was not committed: a disk is too full for it; training goes on"
     assert status_of(record, capsys)["saved"] == f"no checkpoint yet; {why}"
     add(folder / "log.txt", "checkpoint step=3 committed uri=x seconds=1.0 at=2026-01-31T12:00:00+00:00")
-    assert status_of(record, capsys)["saved"] == "no checkpoint yet", "a look at its place says so"
+    gone = "none at its place now, where step 3 was saved"
+    assert status_of(record, capsys)["saved"] == gone, "a look at its place says so"
+    # Rows are read after the log: of a job that goes on meanwhile they are newer.
+    row = {"step": 4, "loss": 2.4, "step_seconds": 1.0}
+    add(folder / "output/metrics.jsonl", json.dumps(row))
+    assert (
+        status_of(record, capsys)["last step"].startswith("4 of 20, ")
+        and " ago, loss 2.400000" in (status_of(record, capsys)["last step"])
+    )
     # A start that went back writes the rows anew: that moment is not the last step's.
-    add(folder / "log.txt", "step=4 loss=2.0")
-    assert status_of(record, capsys)["last step"] == "4 of 20, loss 2.0"
+    add(folder / "log.txt", "step=5 loss=2.0")
+    assert status_of(record, capsys)["last step"] == "5 of 20, loss 2.0"
+
+
+def test_a_resume_is_told_that_the_checkpoints_are_gone(
+    record: JobRecord, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that isn't mounted is an empty folder: the job began anew, and its log alone said so."""
+    monkeypatch.setattr(Machine, "state", "Stopped")
+    monkeypatch.setattr(Machine, "check", lambda *_: None)
+    monkeypatch.setattr(Machine, "submit", lambda *_: None)
+    monkeypatch.setattr(jobs_module, "begin_tracking", lambda *_: None)
+    add(folder / "log.txt", "checkpoint step=2 committed uri=x seconds=1.0 at=2026-01-31T12:00:00+00:00")
+    assert run(["resume", record.job_id]) == 0
+    assert "has no checkpoint" not in capsys.readouterr().err
+    (folder / "checkpoints/step-00000002/COMMITTED").unlink()
+    assert run(["resume", record.job_id]) == 0
+    assert f"warning: {folder} has no checkpoint, where step 2 was saved: the job begins" in capsys.readouterr().err
 
 
 def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(

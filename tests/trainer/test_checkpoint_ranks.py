@@ -144,13 +144,15 @@ def scenario_failing_rank(rank: Rank) -> dict[str, Any]:
 
 
 def scenario_full_disk(rank: Rank) -> dict[str, Any]:
-    """One rank's disk is too full for the second checkpoint: all ranks skip it together."""
+    """One rank's disk is too full for the second checkpoint: all ranks skip it together. Then all ranks' are."""
     from trainer.checkpoint import checkpointer
 
     rank.save(1)
     if rank.rank == 1:
         checkpointer.free_bytes = lambda folder: 0
     rank.save(2)
+    checkpointer.free_bytes = lambda folder: 0
+    rank.save(3)
     rank.checkpoints.wait()
     return {"failed": rank.checkpoints.last_error, "kept": rank.checkpoints.last_committed_step, "said": rank.said}
 
@@ -316,7 +318,8 @@ def test_a_full_disk_on_one_rank_skips_the_save_on_all(tmp_path: Path) -> None:
     results = run("full_disk", 2, str(tmp_path / "destination"), tmp_path)
     for result in results:
         assert result["failed"].startswith("a disk is too full") and result["kept"] == 1
-    assert any("has 0 MiB free" in line for line in results[1]["said"])
+    lacking = [[line[:17] for line in result["said"] if "has 0 MiB free" in line] for result in results]
+    assert lacking == [["checkpoint step=3"], ["checkpoint step=2"]], "once a host, by a rank that lacks it"
     assert any(line.startswith("checkpoint step=2 not committed") for line in results[0]["said"])
 
 

@@ -366,6 +366,7 @@ def resume(
         if revise is not None:  # which plans anew
             learn_recorded(place.s3, place.store.read(job_id).record)
         before = before_now(place, place.store.read(job_id).record) if wait and not as_json else None
+        _warn_of_gone_checkpoints(place, job_id)
         record = watch.resume(
             place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner), options=options
         )
@@ -378,6 +379,20 @@ def resume(
         print(f"{record.job_id}: {record.state}, attempt {record.attempt.number}")
     if wait:
         require_completed(place, record, options)
+
+
+def _warn_of_gone_checkpoints(place: "Place", job_id: str) -> None:
+    """Of a job of this machine, whose folders are seen from here: it will begin anew, which nobody may have meant."""
+    from trainyard.cli.signs import signs
+
+    record = place.store.read(job_id).record
+    has_disks = record.resolved.spec.checkpoint.local_directory is not None
+    if record.backend == "local" and not has_disks and (told := signs(place, record)).are_checkpoints_gone:
+        print(
+            f"warning: {record.checkpoint_destination} has no checkpoint, where step {told.told_saved_step:,} was "
+            "saved: the job begins anew; if its disk is only not mounted, trainyard stop it, mount that and resume",
+            file=sys.stderr,
+        )
 
 
 def jobs(

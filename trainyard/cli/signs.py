@@ -40,12 +40,19 @@ class Signs:
     saved_at: float | None = None
     save_failure: str = ""
     """Why the newest save came to nothing; empty where it did not."""
+    told_saved_step: int | None = None
+    """Of the newest checkpoint that the newest lines tell of, be it there still or not."""
     can_tell_saved: bool = False
     """Whether the place of the checkpoints could be looked at."""
     restarts: tuple[Restart, ...] = ()
     """In place, oldest first; of a job on other machines those before its newest checkpoint, and those that its newest
     lines tell of."""
     is_restarting: bool = False
+
+    @property
+    def are_checkpoints_gone(self) -> bool:
+        """Whether none is at the place where one was saved: a disk that isn't mounted is an empty folder."""
+        return self.can_tell_saved and self.saved_step is None and self.told_saved_step is not None
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -68,6 +75,8 @@ class Signs:
         failed = f"; {self.save_failure}" if self.save_failure else ""
         if self.saved_step is not None:
             rows.append(("saved", f"step {self.saved_step:,}{_ago(self.saved_at, epoch)}{failed}"))
+        elif self.are_checkpoints_gone:
+            rows.append(("saved", f"none at its place now, where step {self.told_saved_step:,} was saved{failed}"))
         elif self.can_tell_saved:
             rows.append(("saved", f"no checkpoint yet{failed}"))
         if self.restarts:
@@ -92,8 +101,8 @@ def signs(place: Place, record: JobRecord) -> Signs:
         newest = _newest_row(folder / METRICS_FILE) if folder is not None else {}
         if not newest and step is None:
             newest = (newest_rows(place, record) or [{}])[-1]
-        if newest and step is None:
-            step = int(newest["step"])
+        if newest and (step is None or (folder is not None and int(newest["step"]) > step)):
+            step = int(newest["step"])  # of a job that goes on while it is looked at, the file is read last
             loss = f"{float(newest['loss']):.6f}" if newest.get("loss") is not None else ""
         if folder is not None and step is not None and step == newest.get("step"):
             # Its log has no times, and a start that drops rows writes the file anew: then they end at another step.
@@ -110,6 +119,7 @@ def signs(place: Place, record: JobRecord) -> Signs:
         saved_step=saved[0] if saved else None,
         saved_at=saved[1] if saved else None,
         save_failure=seen.save_failure,
+        told_saved_step=seen.saved_step,
         can_tell_saved=can_tell,
         restarts=_restarts(place, record, seen),
         is_restarting=seen.is_restarting,

@@ -303,7 +303,7 @@ class Checkpointer:
         if full:
             full, passes_tier = self._is_still_full(step)
         if full:
-            # The rank that lacks it has said so.
+            # A rank that lacks it has said so.
             before = "none is at its destination" if self.last_committed_step is None else "the one before it is kept"
             self._failed(step, f"a disk is too full for it; {before}")
             return
@@ -341,7 +341,9 @@ class Checkpointer:
         (full,) = self._group.any(lack is not None)
         if of_tier is not None and not full:
             lack = f"{of_tier}; this one goes to the destination alone"
-        if lack is not None:
+        # Once a host: its ranks lack the same.
+        hosts = self._group.gather_everywhere(None if lack is None else socket.gethostname())
+        if lack is not None and socket.gethostname() not in hosts[: self._group.rank]:
             self._report(lack)
         return full, passes_tier
 
