@@ -119,7 +119,8 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
     assert len(rows) == 5
     assert all(row["breakdown"]["communication"] == 0.0 for row in rows)
     manifest = json.loads((tmp_path / "out" / "checkpoints" / "step-00000005" / "manifest.json").read_text())
-    assert {key: manifest["extra"][key] for key in ("job_sha256", "code_sha256")} == provenance(resolved)
+    own = provenance(resolved)
+    assert {key: manifest["extra"][key] for key in own} == own
     changed = resolved.model_copy(update={"learning_rate": 2 * resolved.learning_rate})
     path.write_text(changed.model_dump_json())
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
