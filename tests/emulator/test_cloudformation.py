@@ -125,7 +125,7 @@ def test_what_is_removed_behind_its_back_is_missed_by_name(site: Site, name: str
         assert site.deploy(stack, content) == "CREATE_COMPLETE", site.failures(stack)
         listed = site("cloudformation").list_stack_resources(StackName=stack)["StackResourceSummaries"]
         remove({item["LogicalResourceId"]: item["PhysicalResourceId"] for item in listed})
-        with pytest.raises(JobFailedError, match="1 deployed resources are not there") as caught:
+        with pytest.raises(JobFailedError, match="1 deployed resource is not there") as caught:
             verify_deployment(site.info, [stack], tmp_path)
         missing = {"storage": "BucketPolicy", "operations": "Mail", "queues": "Queue", "identity": "Inline"}[group]
         assert f"{stack}/{missing} (" in str(caught.value)

@@ -569,7 +569,7 @@ def test_a_checkpoint_that_cant_be_read_is_no_spoiled_one_and_hides_no_other(rec
     assert told.kind == "unknown" and "step 20" in told.words
     climbs = [*rows_of(40, loss=2.0), *rows_of(20, first_step=41, loss=9.0)]
     diverging = evidence_of(record, (), climbs, checkpoints=(checkpoint(15), unread), missing=why)
-    assert "1 good checkpoints, of steps 15 to 15 (1 of 2 checkpoints can't be read" in decided(
+    assert "1 good checkpoint, of step 15 (1 of 2 checkpoints can't be read" in decided(
         found("loss_diverged", diverging)
     )
     altered = checkpoint(15, problem="rank-0.bin is altered")

@@ -559,9 +559,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, kind: str
 def test_a_set_of_bad_records_alone_says_what_is_wrong_with_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('[{"text": "a"}]\n')
     data = {"train": [source(tmp_path / "a.jsonl", "jsonl")], "max_bad_records": 5}
-    with pytest.raises(
-        InputError, match=r"holds no text but 1 bad records, the first: .*a\.jsonl:1: is no JSON object"
-    ):
+    with pytest.raises(InputError, match=r"holds no text but 1 bad record, the first: .*a\.jsonl:1: is no JSON object"):
         build(resolved(data), tmp_path)
 
 

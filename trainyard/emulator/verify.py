@@ -9,6 +9,7 @@ from typing import Any
 
 from trainyard.emulator.info import EmulatorInfo
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.spec.words import counted, either
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def verify_deployment(info: EmulatorInfo, stack_names: Iterable[str], templates_
     except (ClientError, BotoCoreError) as error:
         raise AwsRefusedError(f"the deployment can't be verified at {info.endpoint}: {error}") from None
     if missing:
-        raise JobFailedError(f"{len(missing)} deployed resources are not there: {'; '.join(missing)}; deploy again")
+        absent = f"{counted(len(missing), 'deployed resource')} {either(len(missing), 'is', 'are')} not there"
+        raise JobFailedError(f"{absent}: {'; '.join(missing)}; deploy again")
     backing = prober.backing
     return DeploymentReport(
         stacks=names,

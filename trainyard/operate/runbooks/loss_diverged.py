@@ -15,11 +15,10 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         return [told, *over(evidence, "diverged"), *others(evidence, "diverged")]
     job = job_words(evidence)
     good = [one for one in evidence.checkpoints if one.is_good]
-    before = (
-        f"{counted(len(good), 'good checkpoint')}, of steps {good[0].step} to {good[-1].step}"
-        if good
-        else "no checkpoint"
-    )
+    before = "no checkpoint"
+    if good:
+        steps = f"steps {good[0].step} to {good[-1].step}" if good[1:] else f"step {good[0].step}"
+        before = f"{counted(len(good), 'good checkpoint')}, of {steps}"
     before += f" ({evidence.missing['checkpoints']})" if "checkpoints" in evidence.missing else ""
     anew = (
         "trainyard launch JOB.yaml --set training.on_anomaly=rollback --set training.spike_factor=5"
