@@ -34,6 +34,7 @@ SCALAR = 8
 
 FULL = {"micro_batch_size": GLOBAL_BATCH}
 MIXTRAL: dict[str, Any] = {**FAMILIES["Mixtral"]}
+BALANCED = MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 DELTAS: dict[str, Any] = model_of("qwen3_5_text")
 """Of four layers two have a delta rule."""
 
@@ -47,6 +48,11 @@ IN_TWO = (
     Case("context, deltas", model=DELTAS, parallelism={"context": 2}, document_masks=False, **FULL),  # type: ignore[arg-type]
     Case("pipeline", parallelism={"pipeline": 2}, micro_batch_size=4),
     Case("expert", model=MIXTRAL, parallelism={"data_shard": 2, "expert": 2}, micro_batch_size=8),
+    *(
+        Case(f"{axis}, {name}", model=model, parallelism={axis: 2}, micro_batch_size=8)
+        for axis in ("pipeline", "context", "tensor")
+        for name, model in (("experts", MIXTRAL), ("balanced experts", BALANCED))
+    ),
     *(Case(f"zero{stage}", f"zero{stage}", micro_batch_size=8) for stage in (1, 2, 3)),
     *(Case(f"zero{stage}, 4 micro-batches", f"zero{stage}") for stage in (1, 2, 3)),
     *(Case(f"zero{stage}, bf16", f"zero{stage}", micro_batch_size=8, job={"precision": "bf16"}) for stage in (1, 2, 3)),
@@ -69,7 +75,7 @@ def _job(folder: Path, layout: str, steps: int) -> Path:
     return write_job(folder, layout, steps=steps, micro_batch_size=4)
 
 
-SAME_AS_DRY = [case for case in IN_TWO if case.name != "expert" and not case.name.startswith("zero")]
+SAME_AS_DRY = [case for case in IN_TWO if "expert" not in case.name and not case.name.startswith("zero")]
 """Of experts real tokens choose how much travels; of DeepSpeed a dry run tells no messages."""
 
 
@@ -185,6 +191,25 @@ def test_a_pipeline_sends_one_activation_each_way_a_micro_batch(in_two: dict[str
             "receive": [num_micro_batches, num_micro_batches * hidden],
             "all_reduce": [1, SCALAR],
         }
+
+
+@pytest.mark.parametrize(
+    ("axis", "kind", "num_messages"), [("pipeline", "send", 1), ("context", "all_reduce", 1), ("tensor", "", 0)]
+)
+def test_the_balance_of_experts_is_two_numbers_an_expert(
+    in_two: dict[str, list[Counts]], axis: str, kind: str, num_messages: int
+) -> None:
+    """A micro-batch: each way between stages, over the parts of a sequence, and nothing between matrices."""
+    for plain, balanced in zip(in_two[f"{axis}, experts"], in_two[f"{axis}, balanced experts"], strict=True):
+        kinds = {*plain, *balanced} - {"receive"}
+        more = {
+            each: [b - a for a, b in zip(plain.get(each, [0, 0]), balanced.get(each, [0, 0]), strict=True)]
+            for each in kinds
+        }
+        found = {each: counts for each, counts in more.items() if counts != [0, 0]}
+        tally = 8 * 2 * MIXTRAL["num_local_experts"]
+        num_micro_batches = GLOBAL_BATCH // 8
+        assert found == ({kind: [num_messages * num_micro_batches, tally * num_micro_batches]} if kind else {})
 
 
 def test_expert_parallel_sends_each_routed_row_there_and_back(in_two: dict[str, list[Counts]]) -> None:
