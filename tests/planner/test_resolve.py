@@ -320,7 +320,12 @@ def test_started_processes_decide_over_the_machines_of_the_spec(job: MakeJob) ->
         ),
         (
             {"parallelism": {"tensor": 8, "data_shard": 3}},
-            r"data_shard 3 x tensor 8 = 24 ranks, but 16 x ml.p5.48xlarge have 16 x 8 = 128 GPUs",
+            r"data_shard 3 x tensor 8 = 24 ranks, but 16 x ml.p5.48xlarge have 16 x 8 = 128 GPUs; make the two equal \(or",
+        ),
+        (
+            {"parallelism": {"tensor": 8, "data_shard": 16}, "compute": {"backend": "local"}},
+            r"but 1 x ml.p5.48xlarge have 1 x 8 = 8 GPUs, as compute.backend: local is one machine, whatever"
+            r" compute.instance_count \(16\) says; make the two equal .*, or say which backend has the instances$",
         ),
         (
             {"parallelism": {"tensor": 16, "data_shard": 8}},

@@ -196,10 +196,13 @@ def check_world(job: JobSpec, parallelism: ParallelismSpec, machines: Machines, 
         )
     else:
         have = f"there {either(machines.world_size, 'is', 'are')} {counted(machines.world_size, 'rank')}"
+    asked, count = job.compute.backend, job.compute.instance_count
+    local = ""
+    if asked == "local" and count > 1 and not started:
+        local = f", as compute.backend: local is one machine, whatever compute.instance_count ({count}) says"
     raise InputError(
-        f"parallelism: {_product(parallelism)} = {counted(parallelism.world_size, 'rank')}, but {have}; make "
-        "the two equal "
-        "(or parallelism: auto)"
+        f"parallelism: {_product(parallelism)} = {counted(parallelism.world_size, 'rank')}, but {have}{local}; make the"
+        f" two equal (or parallelism: auto){', or say which backend has the instances' if local else ''}"
     )
 
 
