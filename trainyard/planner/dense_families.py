@@ -40,6 +40,7 @@ def _gemma3(config: Config) -> ModelShape:
         norm="rms_fp32",
         norms_per_layer=4,
         qk_norm_per_head=True,
+        scales_words=True,
         logits="plain" if config.get("final_logit_softcapping") is None else "capped",
         **patterned_windows(config, sizes["layers"], every=6, pattern=("sliding_window_pattern",)),
     )

@@ -47,6 +47,7 @@ def _glm4_moe(config: Config) -> ModelShape:
         wide_router=True,
         copies_attention=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 
@@ -71,6 +72,7 @@ def _solar_open(config: Config) -> ModelShape:
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 
@@ -120,6 +122,7 @@ def _dots1(config: Config) -> ModelShape:
         dense_layers=first_dense(config, 0, sizes["layers"]),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 
@@ -256,6 +259,7 @@ def _exaone_moe(config: Config) -> ModelShape:
         dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=dense),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 
@@ -285,6 +289,7 @@ def _glm4_moe_lite(config: Config) -> ModelShape:
         dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 
@@ -382,6 +387,7 @@ def _hy_v3(config: Config) -> ModelShape:
         dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=1),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 

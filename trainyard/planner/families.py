@@ -155,7 +155,7 @@ def _gemma(config: Config) -> ModelShape:
         "head_dim": 256,
     }
     sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
-    return ModelShape(**sizes, **four_biases(config), norm="rms_fp32")
+    return ModelShape(**sizes, **four_biases(config), norm="rms_fp32", scales_words=True)
 
 
 def _gemma2(config: Config) -> ModelShape:
@@ -176,6 +176,7 @@ def _gemma2(config: Config) -> ModelShape:
         norm="rms_fp32",
         norms_per_layer=4,
         has_capped_scores=caps_scores(config),
+        scales_words=True,
         logits="plain" if config.get("final_logit_softcapping", 30.0) is None else "capped",
     )
 
@@ -289,6 +290,7 @@ def _deepseek(config: Config) -> ModelShape:
         dense_layers=first_dense(config, defaults["first_k_dense_replace"], sizes["layers"]),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=not is_second,
     )
 
 

@@ -39,6 +39,8 @@ class ModelShape:
     """The router reads its tokens in float32, and keeps that copy."""
     wide_weights: bool = False
     """Experts' results are weighted, and added up, in float32."""
+    sigmoid_weights: bool = False
+    """These weights are a sigmoid of what the router's product gives, and stay in its type."""
     weights_as_read: bool = False
     """In the type of what the router reads: float32 under autocast."""
     router_bias: bool = False
@@ -119,6 +121,8 @@ class ModelShape:
     """0: half of them (gpt-oss)."""
     attention_sinks: bool = False
     """A learned logit per head that takes the attention nobody else wants."""
+    scales_words: bool = False
+    """The embedding's module scales what it gives, inside of what tensor parallelism knows of it (Gemma)."""
     has_capped_scores: bool = False
     """Attention's scores pass through a tanh (Gemma 2)."""
     logits: Literal["plain", "scaled", "capped"] = "plain"

@@ -56,6 +56,7 @@ def _indexed(config: Config, sizes: dict[str, Any], attention: dict[str, Any], i
         dense_layers=layers - sparse_layers(config, layers, dense=dense),
         wide_router=True,
         wide_weights=True,
+        sigmoid_weights=True,
     )
 
 

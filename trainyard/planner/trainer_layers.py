@@ -144,18 +144,32 @@ class TrainerLayers:
     def mask_bytes(self) -> float:
         """What kernels read in place of a micro-batch's mask, a number a score of one head, which layers share; and the
         mask itself, where layers are given it once more."""
-        is_kept = self.layout.recompute != "none"
-        return self.given_mask_bytes * (self.element * self.layout.flash_attention + is_kept)
+        kept = self.given_mask_bytes * (self.layout.recompute != "none")
+        if not self.masked_share:
+            return kept
+        # Torch makes one for each sequence; context parallelism's masks are one for all.
+        return kept + self._mask_scores / (self._sequences if self.layout.context > 1 else 1) * self.element
 
     @property
     def given_mask_bytes(self) -> float:
-        """The mask that layers are given in a forward pass, a byte a score; a number, where attention is written out,
-        and where only some layers have windows one of either kind."""
-        scores = self.tokens * self.layout.sequence_length * (self.shape.num_attentions > 0)
+        """The mask that layers are given in a forward pass, a byte a score, one for all sequences where windows are its
+        only rule; a number, where attention is written out, and where only some layers have windows one of either
+        kind."""
         if not self.layout.flash_attention:
             has_both = self.shape.attention_window > 0 and 0 < self.shape.windowed_share < 1
-            return scores * self.element * (1 + has_both)
-        return scores * (self.masked_share > 0)
+            return self._mask_scores * self.residual_element * (1 + has_both)
+        share = 1 / self._sequences if self.layout.masks == "windows" else 1.0
+        return self._mask_scores * share * (self.masked_share > 0)
+
+    @property
+    def _mask_scores(self) -> float:
+        """Of one head of a micro-batch."""
+        return self.tokens * self.layout.sequence_length * (self.shape.num_attentions > 0)
+
+    @property
+    def _sequences(self) -> float:
+        """Of a micro-batch."""
+        return self.tokens * self.layout.context / self.layout.sequence_length
 
     # One layer, nothing recomputed.
 
@@ -306,6 +320,15 @@ class TrainerLayers:
         num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
         return num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
 
+    @property
+    def sink_bytes(self) -> float:
+        """Written-out attention with sinks (gpt_oss) when it has its softmax: scores with their mask, whose type they
+        take, beside their sinks and less each row's largest, and what comes of these; narrowed where autocast was."""
+        num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
+        is_there = self.shape.attention_sinks and not self.layout.flash_attention
+        wide = self.residual_element
+        return num_scores * (3 * wide + self.element * (wide > self.element)) * is_there
+
     @cached_property
     def attention_bytes(self) -> float:
         """What mixes a layer's tokens, the mean over layers: attention, or a delta rule."""
@@ -370,8 +393,9 @@ class TrainerLayers:
                 width = scored * (1.0 + layout.context) + shape.value_dim * (2.0 + layout.context)
             width += self._latent_norms * layout.tensor
         elif layout.context > 1:
-            # Keys and values of all ranks, repeated for every query head; the output in two pieces and put together.
-            width = 3.0 * query + 2.0 * query * layout.context
+            # Keys and values of all ranks, repeated for every query head; the output in two pieces and, for what reads
+            # it, put together. Under a mask it is one.
+            width = query * (2.0 + is_read * (1 - self.masked_share) + 2.0 * layout.context)
         else:
             width = query + 2.0 * key + output
             if self._rotates_fused:
@@ -525,7 +549,9 @@ class TrainerLayers:
         """Bytes of an element of experts' results times their weights."""
         if self.shape.weights_as_read:
             return self.residual_element
-        return max(self.element, 4) if self.shape.wide_weights else self.element
+        # Autocast runs a router's product in its own type, whatever is read; a softmax it widens, but no sigmoid.
+        is_narrowed = self.shape.sigmoid_weights and self.is_autocast
+        return max(self.element, 4) if self.shape.wide_weights and not is_narrowed else self.element
 
     @property
     def weighed_bytes(self) -> float:
@@ -667,15 +693,14 @@ class TrainerLayers:
         each = self.tokens / layout.tensor
         block = self.element * width * (2 if shape.gated_mlp else 1)
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
-        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes
+        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes(width)
 
-    @property
-    def _selected_adapter_bytes(self) -> float:
+    def _selected_adapter_bytes(self, width: float) -> float:
         """Of adapters both products are kept beside the frozen one, but for a layer's very last; and of a layer whose
-        last product reads four bits, that one."""
+        last product reads four bits, that one, unless it is attention's, which is the last before routed experts."""
         if not self.is_frozen:
             return 0.0
-        is_last_frozen = self.layout.method == "qlora" and not self._adapts(MLP_OUTPUTS)
+        is_last_frozen = self.layout.method == "qlora" and width > 0 and not self._adapts(MLP_OUTPUTS)
         outputs = adapter_outputs(self.shape, self.layout)
         return self.element * self.tokens * outputs + self.whole_hidden_bytes * is_last_frozen
 
@@ -767,9 +792,11 @@ class TrainerLayers:
 
     @property
     def forward_logits_bytes(self) -> float:
-        """Whole logits in the forward pass: beside them one part in float32, and its log-softmax."""
+        """Whole logits in the forward pass, and the tanh that caps them: beside them one part in float32, and its
+        log-softmax."""
         part = min(float(LOSS_PART_TOKENS), self.tokens) if self.element < 4 else self.tokens
-        return self.shape.vocab * (self.tokens * self.element + 2 * max(4, self.element) * part)
+        whole = self.tokens * self.element * (1 + (self.shape.logits == "capped"))
+        return self.shape.vocab * (whole + 2 * max(4, self.element) * part)
 
     @property
     def _sums_in_fp32(self) -> bool:

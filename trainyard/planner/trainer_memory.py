@@ -21,6 +21,7 @@ from trainyard.planner.stages import (
     expert_slots,
     num_stages,
     num_vocabulary_matrices,
+    vocabulary_split,
 )
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
 
@@ -163,6 +164,7 @@ class _Step:
             yield from self._from_loss() if at is not None and at.is_all_forward else self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
+        yield from self._in_last_scores()
         yield from self._in_two_passes()
         if self._layout.method != "full":
             yield from self._in_forward()
@@ -245,6 +247,16 @@ class _Step:
         held = self._kept_in_all() + self._ends() + layers.kept_end_bytes
         made = layers.head_weight * max(4, layers.element) * (not layers.is_frozen)
         yield Moment(held + layers.whole_hidden_bytes, 0.0, self._weights(self._last_gathered()) + made)
+
+    def _in_last_scores(self) -> Iterator[Moment]:
+        """Selective recomputation keeps all layers' scores, as a product gave them, when the last layer's have their
+        sinks in the forward pass; beside copies of its keys and values for every query."""
+        layers, shape = self._layers, self._shape
+        if self._layout.recompute != "selective" or not layers.sink_bytes or not self._stage.layers:
+            return
+        copies = layers.input_bytes + 2 * layers.tokens * layers.element * shape.query_dim / self._layout.tensor
+        held = self._kept_in_all() + self._ends() + layers.sink_bytes + copies
+        yield Moment(held, 0.0, self._weights(self._units.running(0)) + self._received())
 
     def _at_first_layer(self) -> Moment:
         """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
@@ -390,8 +402,9 @@ class _Step:
             gradients,
         )
         if layers.reading_experts_bytes:
-            # The experts run once more, from weights that are read anew: beside what their sum is differentiated from.
-            again = 2 * layers.rows_bytes + 3 * layers.expert_product_bytes
+            # The experts have run once more, from weights that are read anew, when their sum is differentiated: there
+            # is what they gave, and their blocks. Nothing needs what they read, as they are frozen.
+            again = layers.rows_bytes + 3 * layers.expert_product_bytes
             run = max(layers.reading_experts_bytes, layers.read_experts_bytes + again)
             yield Moment(others + whole + above + weighing + run, 0.0, self._weights_and_gradients(number, 0.0, before))
         last = self._experts * self._last_share
@@ -634,30 +647,40 @@ class _Step:
             # All sums, of which the ends' are copied to be sent.
             missing = (self._params - self._summed()) * max(4, element)
             yield Moment(0.0, 0.0, self._weights(0.0) + missing + self._root * max(4, element))
-            return
+        elif self._is_sharded:
+            yield from self._at_sharded_end()
+        elif self._is_replicated and layout.engine == "torch":
+            gradients = self._own_gradients(self._stage.layers)
+            if self._is_tied and self._stage.head:
+                # Of either end, and their sum, in the weight's own type; learned positions have one.
+                made = 2 * self._layers.head_weight + self._root
+                yield Moment(self._layers.input_bytes, 0.0, made * max(4, element), gradients)
+            elif self._makes_gradients_once and self._stage.embedding:
+                # Beside what came to it.
+                own = (self._root - self._layers.head_weight * self._stage.head) * max(4, element)
+                yield Moment(self._layers.input_bytes, 0.0, 0.0, gradients + own)
+
+    def _at_sharded_end(self) -> Iterator[Moment]:
+        """The same where FSDP reduces them."""
+        layers, layout, element = self._layers, self._layout, self._layers.element
+        gradients, below = self._own_gradients(self._stage.layers), layers.input_bytes
         is_tied = self._is_tied and self._stage.head
-        if not self._is_sharded:
-            if is_tied and self._is_replicated and layout.engine == "torch":
-                # Of either end, and their sum, in the weight's own type.
-                gradients = self._own_gradients(self._stage.layers)
-                yield Moment(self._layers.input_bytes, 0.0, 3 * self._root * max(4, element), gradients)
-            return
-        gradients = self._own_gradients(self._stage.layers)
         wide = 4 if element < 4 else element
-        below = self._layers.input_bytes
         last = self._units.of(self._stage.layers - 1) if self._stage.layers else 0.0
         yield Moment(below, 0.0, self._root * (element + wide), gradients)
-        # A matrix that is tied has a gradient of either end, and becomes their sum.
-        made = 3 if is_tied else 1
-        yield Moment(below, 0.0, self._root * (1 + made) * element + last * wide, gradients)
+        # A matrix that is tied has a gradient of either end, and becomes their sum. Ranks that share an embedding whose
+        # module scales what it gives make the whole one's, as each has all of what comes to it.
+        made = self._root * (1 + (3 if is_tied else 1))
+        ranks = vocabulary_split(self._shape, layout)
+        made += layers.head_weight * ranks * (self._shape.scales_words and ranks > 1)
+        yield Moment(below, 0.0, made * element + last * wide, gradients)
         # What is sent, and what arrives, which is the rank's own gradient where it isn't added to one; divided by one,
-        # where FSDP is of one rank but others have copies. The head's own is still there, unless chunks were summed.
+        # where FSDP is of one rank but others have copies.
         copies = 1 + (layout.num_micro_batches > 1) / layout.shard_degree
         copies += layout.shard_degree == 1 and layout.data_parallel > 1
-        is_summed = self._layers.loss_is_in_head and not self._layers.loss_is_one_chunk
-        has_head = self._stage.head and not (is_summed or (is_tied and not self._layers.loss_is_in_head))
-        has_head = has_head and layout.data_parallel * layout.shard_degree > 1
-        head = self._layers.head_weight * has_head
+        # Of several ranks FSDP has its last parameter's gradient in its hands, as it was made, until all is sent.
+        is_last = self._stage.head and not (is_tied or self._shape.head_bias)
+        head = layers.head_weight * (is_last and layout.shard_degree > 1)
         if self._makes_gradients_once:
             gradients += 4 * self._root / layout.shard_degree
         yield Moment(below, 0.0, self._root * wide * copies + head * element, gradients)
