@@ -640,15 +640,18 @@ class TrainerLayers:
 
     @property
     def unreached_bytes(self) -> float:
-        """Of adapters that leave out what attention reads, what a model's first layer keeps less than others: no
-        gradient comes to where none is trained. With parallel residuals none comes from attention to the feed-forward
-        block either, whatever attention's adapters are."""
+        """Of adapters, what a model's first layer keeps less than others: no gradient comes to where none is trained,
+        its first norm, and of adapters that leave out what attention reads all that is before them. With parallel
+        residuals none comes from attention to the feed-forward block either, whatever attention's adapters are."""
         shape = self.shape
         if shape.parallel_residual and self.is_frozen and not shape.moe_layers and self.layout.recompute == "none":
             return 0.0 if self._adapts(MLP_INPUTS | MLP_OUTPUTS) else self.norm_input_bytes + self.mlp_bytes
         inputs = ATTENTION_INPUTS | QUERY_LATENT_INPUTS | KEY_LATENT_INPUTS
-        is_reached = not self.is_frozen or self._adapts(inputs) or self.layout.recompute != "none"
-        if is_reached or shape.delta_layers or shape.parallel_residual or shape.dense_layers:
+        if not self.is_frozen or self.layout.recompute != "none" or shape.delta_layers or shape.parallel_residual:
+            return 0.0
+        if self._adapts(inputs):
+            return 0.0 if shape.norms_after else self.norm_input_bytes
+        if shape.dense_layers:
             return 0.0
         unreached = self.attention_norm_bytes + self.attention_bytes
         if self._adapts(ATTENTION_OUTPUTS):

@@ -292,13 +292,18 @@ class _Step:
         return self._layers.whole_hidden_bytes * (self._layout.tensor > 1) * self._stage.embedding
 
     def _running(self, number: int) -> float:
-        """Adapters: what there is of a layer in its forward pass, while its feed-forward block's last product runs."""
+        """Adapters: what there is of a layer in its forward pass, while its feed-forward block's last product runs. Of
+        one that is computed again nothing is kept: there is what its code has in its hands."""
         layers = self._layers
-        held = 2 * layers.whole_hidden_bytes
+        held, is_again = 2 * layers.whole_hidden_bytes, self._layout.recompute == "full"
         if number < self._routed_layers:
             rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
-            return held + layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
-        if self._layout.recompute != "selective":
+            half = layers.input_bytes if is_again else layers.attention_half_bytes
+            return held + half + max(layers.reading_experts_bytes, rows)
+        if is_again:
+            block = 3 * layers.product_bytes + max(layers.product_bytes, layers.reading_bytes)
+            return held + layers.input_bytes + layers.block_frame_bytes + block
+        if self._layout.recompute == "none":
             return held + layers.whole_bytes + layers.product_bytes + layers.reading_bytes
         there = layers.kept_bytes + layers.input_bytes + layers.block_frame_bytes + layers.summed_products_bytes
         return there + layers.product_bytes + max(layers.product_bytes, held + layers.reading_bytes)
