@@ -621,13 +621,22 @@ class _Step:
         return made * (self._layers.element + 4 if self._layers.is_autocast else self._layers.element)
 
     def _moment(self, activations: float, buffers: float, made: float, gradients: float) -> Moment:
-        """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards, and
-        in one process they are the rank's own."""
+        """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards, but
+        those of the sums' own type one by one; and in one process they are the rank's own."""
         if self._layout.pipeline > 1 and self._layout.method == "full":
+            if self._layers.element >= 4 and self._at is not None and self._at.summed == 1:
+                made = min(made, self._largest_weight)
             activations += made * self._layers.element * (self._layout.schedule != "zero_bubble")
         if self._makes_gradients_once and not self._is_sharded:
             gradients += made * max(4, self._layers.element)
         return Moment(activations, 0.0, buffers + self._received(), gradients)
+
+    @property
+    def _largest_weight(self) -> float:
+        """Elements of it, but for the ends': experts' gate and up are one, others' are two."""
+        share = 1 - self._last_share
+        block = self._mlp_weights() * (share / 2 if self._shape.gated_mlp else share)
+        return max(self._experts * share, block * (self._routed_layers < self._stage.layers))
 
     def _in_two_passes(self) -> Iterator[Moment]:
         """zero_bubble: one of a rank's two stages has given its inputs' gradients, and keeps for its weights' all that
