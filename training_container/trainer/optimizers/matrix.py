@@ -182,9 +182,13 @@ class Muon(torch.optim.Optimizer):
                 continue
             num_replicas = 1 if self._replicas is None else dist.get_world_size(self._replicas)
             for alike in _dealt(parameters, num_replicas, are_kernels=group["kernels"]):
-                with _tf32_products(alike[0].device, self.uses_tf32):
-                    for parameter, update in zip(alike, self._orthogonal_updates(alike, group), strict=True):
-                        self._apply(parameter, update, group)
+                self._make_orthogonal(alike, group)
+
+    def _make_orthogonal(self, alike: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """In a method of its own, at whose end the last update is let go: else it is there while AdamW's are made."""
+        with _tf32_products(alike[0].device, self.uses_tf32):
+            for parameter, update in zip(alike, self._orthogonal_updates(alike, group), strict=True):
+                self._apply(parameter, update, group)
 
     @staticmethod
     def _apply(parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
