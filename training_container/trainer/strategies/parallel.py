@@ -37,6 +37,10 @@ from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
+ALONE_ELEMENTS = 2**20
+"""From so many on a gradient is a message of its own. Norms' are smaller; matrices that stay whole on each tensor rank
+(GLM's and Phi-3's fused ones) would take their size once more, at a step's end: 17 GiB of a GLM-4 9B's."""
+
 
 class ProductStrategy(TorchStrategy):
     """One rank's part of a model that is split over tensor and data axes."""
@@ -129,14 +133,23 @@ class ProductStrategy(TorchStrategy):
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:
-        """Sums partial gradients over the tensor axis, all in one message."""
+        """Sums partial gradients over the tensor axis: large ones where they are, all others in one message."""
         gradients = [local_tensor(parameter.grad) for parameter in self._partial if parameter.grad is not None]
         if not gradients:
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=self._mesh.group("tensor"))
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(own) for part, own in zip(parts, gradients, strict=True)])
+        group = self._mesh.group("tensor")
+        others = []
+        for gradient in gradients:
+            if gradient.numel() >= ALONE_ELEMENTS and gradient.is_contiguous():
+                dist.all_reduce(gradient, group=group)
+            else:
+                others.append(gradient)
+        if not others:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in others])
+        dist.all_reduce(flat, group=group)
+        parts = torch.split(flat, [gradient.numel() for gradient in others])
+        torch._foreach_copy_(others, [part.view_as(own) for part, own in zip(parts, others, strict=True)])
 
     @torch.no_grad()
     def _grad_norm(self, gradients: Sequence[torch.Tensor]) -> float:
