@@ -122,7 +122,7 @@ def test_restarts_in_place_are_counted_and_the_last_ones_reason_is_told(
     assert told["restarts"] == earlier_trainers
     began = (datetime.now(UTC) - timedelta(seconds=61)).isoformat(timespec="seconds")
     lines = (folder / "log.txt").read_text()
-    (folder / "log.txt").write_text(lines.replace("backoff_seconds=2 ", f"backoff_seconds=2 at={began} "))
+    (folder / "log.txt").write_text(lines.replace("backoff_seconds=2 ", f"backoff_seconds=2,at={began} "))
     told = status_of(record, capsys)
     assert told["restarts"] in (
         earlier_trainers.replace("last", f"last 1 min {seconds} s ago") for seconds in range(1, 20)

@@ -86,6 +86,27 @@ def test_another_version_of_the_job_in_another_layout_is_told_as_both(tmp_path: 
     assert "goes on in another layout (parallelism.data_shard" in layout
 
 
+MIXTURE = "model.config={model_type: mixtral, hidden_size: 32, num_hidden_layers: 1, output_router_logits: true}"
+
+
+@pytest.mark.parametrize(("settings", "is_felt"), [((), False), ((MIXTURE,), True)])
+def test_where_losses_hang_on_micro_batches_another_size_of_them_is_no_mere_layout(
+    tmp_path: Path, settings: tuple[str, ...], *, is_felt: bool
+) -> None:
+    """A balance of routers is a micro-batch's (`losses/router.py`)."""
+    then, now = (provenance_of(tmp_path, *settings, f"training.micro_batch_size={size}") for size in (2, 1))
+    (told,) = told_differences(then, now, step=3)
+    assert "goes on in another layout (training.micro_batch_size 2 then, 1 now" in told
+    assert told.endswith(": its losses may go on differently, as they hang on micro-batches") == is_felt
+    elsewhere = provenance_of(
+        tmp_path, *settings, "parallelism={data_shard: 2}", "training.micro_batch_size=2", world_size=2
+    )
+    (moved,) = told_differences(
+        then | {"layout": elsewhere["layout"] | {"parallelism.data_shard": 1}}, elsewhere, step=3
+    )
+    assert "differently" not in moved
+
+
 @pytest.mark.parametrize(("batch", "is_told"), [("keep", False), ("adapt", True)])
 def test_a_batch_that_follows_its_machines_is_of_the_layout(tmp_path: Path, batch: str, *, is_told: bool) -> None:
     elastic = f"recovery.elastic={{min_instances: 1, max_instances: 2, batch: {batch}}}"

@@ -75,6 +75,8 @@ def test_what_such_a_model_runs_is_told() -> None:
 def test_kimis_heads_are_found_where_it_publishes_them() -> None:
     config = {"linear_attn_config": {"num_heads": 6, "head_dim": 128}}
     assert state_heads("kimi_linear", config.get) == {"linear_num_heads": 6}
+    wrong: dict[str, Any] = {"linear_attn_config": 5}
+    assert state_heads("kimi_linear", wrong.get) == {"linear_num_heads": 32}, "transformers says what is wrong with it"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,9 @@ def test_kimis_heads_are_found_where_it_publishes_them() -> None:
         ("qwen3_next", {"linear_num_key_heads": 16}, {"context": 8, "tensor": 4}, "8 x tensor 4 does not divide"),
         ("olmo_hybrid", {"linear_num_key_heads": 30}, {"context": 4}, "4 does not divide"),
         ("lfm2", {"hidden_size": 36}, {"context": 8}, "8 does not divide the model's hidden_size (36)"),
+        ("mamba2", {"num_heads": 4, "n_groups": 0}, {"context": 2}, "2: model.config.n_groups must be at least 1"),
+        ("mamba2", {"num_heads": -4, "n_groups": 1}, {"context": 2}, "2: model.config.num_heads must be at least 1"),
+        ("kimi_linear", {"linear_num_heads": 6}, {"context": 4}, "the model's linear_attn_config.num_heads (6)"),
     ],
 )
 def test_heads_are_divided_evenly_but_for_groups_that_ranks_share(
@@ -100,7 +105,11 @@ def test_heads_are_divided_evenly_but_for_groups_that_ranks_share(
 ) -> None:
     facts, parallelism = ModelFacts(model_type=family, state_heads=heads), ParallelismSpec.model_validate(layout)
     found = context_obstacle(facts, parallelism, sequence_length=4096, attention="auto")
-    assert found is None if told is None else f"parallelism.context: {told}" in str(found)
+    if told is None:
+        assert found is None
+    else:
+        assert str(found).startswith("parallelism.context: ") and told in str(found)
+        assert "a divisor or a multiple of it" in str(found) or "groups (" not in str(found)
 
 
 @pytest.mark.parametrize("family", sorted(STATE_HEADS))

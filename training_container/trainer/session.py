@@ -678,11 +678,7 @@ class Session:
             self._insist(time.monotonic() + self._job.spec.checkpoint.last_save_seconds)
         if self._checkpointer.last_error is not None:
             # Also when interrupted: "saved, resume me" must never be said of a step that is not there.
-            ran = (
-                f"all {counted(self.num_steps, 'step')} ran"
-                if status == "completed"
-                else f"stopped at step {self.step}"
-            )
+            ran = f"ran {counted(self.num_steps, 'step')}" if status == "completed" else f"stopped at step {self.step}"
             saved = self._checkpointer.last_committed_step
             goes_on = "it continues from the last checkpoint that it finds"
             if saved is not None:

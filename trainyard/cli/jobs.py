@@ -366,10 +366,12 @@ def resume(
         if revise is not None:  # which plans anew
             learn_recorded(place.s3, place.store.read(job_id).record)
         before = before_now(place, place.store.read(job_id).record) if wait and not as_json else None
-        _warn_of_gone_checkpoints(place, job_id)
+        gone = _gone_checkpoints(place, job_id)
         record = watch.resume(
             place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner), options=options
         )
+        if gone is not None:  # of a resume that was not refused
+            print(gone, file=sys.stderr)
         begin_tracking(record, place, environment)
     if wait:
         record = _follow(place, job_id, quiet=as_json, options=options, before=lambda: before).record
@@ -381,18 +383,19 @@ def resume(
         require_completed(place, record, options)
 
 
-def _warn_of_gone_checkpoints(place: "Place", job_id: str) -> None:
-    """Of a job of this machine, whose folders are seen from here: it will begin anew, which nobody may have meant."""
+def _gone_checkpoints(place: "Place", job_id: str) -> str | None:
+    """The warning of a job of this machine, whose folders are seen from here, that will begin anew, which nobody may
+    have meant."""
     from trainyard.cli.signs import signs
 
     record = place.store.read(job_id).record
     has_disks = record.resolved.spec.checkpoint.local_directory is not None
     if record.backend == "local" and not has_disks and (told := signs(place, record)).are_checkpoints_gone:
-        print(
+        return (
             f"warning: {record.checkpoint_destination} has no checkpoint, where step {told.told_saved_step:,} was "
-            "saved: the job begins anew; if its disk is only not mounted, trainyard stop it, mount that and resume",
-            file=sys.stderr,
+            "saved: the job begins anew; if its disk is only not mounted, trainyard stop it, mount that and resume"
         )
+    return None
 
 
 def jobs(

@@ -13,8 +13,8 @@ _STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* (?P<unit>tokens
 _STEP_SECONDS = re.compile(r" step_seconds=(\S+)")
 _SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed (?:.* at=(?P<at>\S+))?")
 _RESTARTED = re.compile(
-    r"^recovery restart=(?P<number>\d+) last_step=(?P<step>\d+) backoff_seconds=\S+"
-    r"(?: at=(?P<at>\S+))? reason=(?P<reason>.*)"
+    r"^recovery restart=(?P<number>\d+) last_step=(?P<step>\d+) backoff_seconds=[^,\s]+"
+    r"(?:,at=(?P<at>\S+))? reason=(?P<reason>.*)"
 )
 _WENT_ON = re.compile(r"^recovery restart=\d+ goes_on step=(?P<step>\d+)")
 _NOT_SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) not committed: (?P<reason>.*)")

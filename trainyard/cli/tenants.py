@@ -10,7 +10,7 @@ import typer
 from trainyard.cli.options import JsonOption
 from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import InputError, JobFailedError, TrainyardError
-from trainyard.spec.words import counted, either
+from trainyard.spec.words import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -295,8 +295,7 @@ def _free_index(spec: "EnvironmentSpec") -> int:
     free = sorted(set(range(spec.network.num_blocks)) - used)
     if not free:
         raise InputError(
-            f"environment {spec.name}: all {counted(spec.network.num_blocks, 'block')} of {spec.network.cidr} "
-            f"{either(spec.network.num_blocks, 'is', 'are')} taken; "
+            f"environment {spec.name}: every block of {spec.network.cidr} ({spec.network.num_blocks}) is taken; "
             "use another environment for more tenants, as a range can't grow under deployed networks"
         )
     return free[0]

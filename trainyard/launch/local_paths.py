@@ -1,6 +1,7 @@
 """The paths of a job on this machine: made absolute, and refused before a process starts where they can't be used."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,12 @@ def check_places(written: JobSpec, job: JobSpec) -> None:
         there = next((folder for folder in (path, *path.parents) if os.path.lexists(folder)), path)
         if not there.is_dir():
             raise InputError(f"{where}: {there} is no folder; name another place, or move that away")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise InputError(f"{where}: nothing may be written to {there} by this user; name another place")
+        try:
+            Path(tempfile.mkdtemp(prefix=".trainyard-", dir=there)).rmdir()  # root passes who only asks for rights
+        except OSError as error:
+            raise InputError(
+                f"{where}: nothing may be written to {there} by this user: {error.strerror}; name another place"
+            ) from None
 
 
 def _read_paths(job: JobSpec) -> Iterator[tuple[str, str]]:

@@ -298,7 +298,8 @@ def state_heads(model_type: str | None, stated: Callable[[str], Any]) -> dict[st
     for name, usual in STATE_HEADS.get(model_type or "", {}).items():
         value = stated(name)
         if value is None and name == "linear_num_heads":  # Kimi Linear's, as it is published
-            value = (stated("linear_attn_config") or {}).get("num_heads")
+            nested = stated("linear_attn_config")
+            value = nested.get("num_heads") if isinstance(nested, Mapping) else None
         if value is None:
             value = stated(usual) if isinstance(usual, str) else usual
         if isinstance(value, int) and not isinstance(value, bool):
@@ -423,11 +424,16 @@ def _undivided_heads(heads: Mapping[str, int], layout: ParallelismSpec) -> str |
     ranks = layout.context * layout.tensor
     both = f" x tensor {layout.tensor}" if layout.tensor > 1 else ""
     for name, count in heads.items():
-        is_shared = name in _SHARED_HEADS and ranks % count == 0
-        if count % ranks and not is_shared:
+        told = "linear_attn_config.num_heads" if name == "linear_num_heads" else name
+        if count < 1:
+            return f"parallelism.context: {layout.context}: model.config.{told} must be at least 1 (given: {count})"
+        can_share = name in _SHARED_HEADS
+        if count % ranks and not (can_share and ranks % count == 0):
+            product = "so that the product is" if both else "use"
             return (
-                f"parallelism.context: {layout.context}{both} does not divide the model's {name} ({count}), over which"
-                " layers with a state along the sequence are spread: use a divisor of it"
+                f"parallelism.context: {layout.context}{both} does not divide the model's {told} ({count}), over which"
+                f" layers with a state along the sequence are spread: {product} a divisor{' or a multiple' * can_share}"
+                " of it"
             )
     return None
 

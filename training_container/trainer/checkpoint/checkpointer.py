@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -342,8 +343,9 @@ class Checkpointer:
         if of_tier is not None and not full:
             lack = f"{of_tier}; this one goes to the destination alone"
         # Once a host: its ranks lack the same.
-        hosts = self._group.gather_everywhere(None if lack is None else socket.gethostname())
-        if lack is not None and socket.gethostname() not in hosts[: self._group.rank]:
+        own = None if lack is None else (socket.gethostname(), re.sub(r"\d+", "", lack))  # whatever is free by now
+        told = self._group.gather_everywhere(own)
+        if lack is not None and own not in told[: self._group.rank]:
             self._report(lack)
         return full, passes_tier
 

@@ -12,6 +12,7 @@ import trainyard
 from trainyard.spec.job import ResolvedJob
 
 _JOB, _RECIPE, _CODE, _LAYOUT = "job_sha256", "recipe_sha256", "code_sha256", "layout"
+_HANGS_ON_PARTS = "hangs_on_micro_batches"
 _OF_THE_RUN = {"compute", "checkpoint", "preflight", "recovery", "meters", "tracking", "budget"}
 """Sections that say where and how a job is run, saved and watched: no loss depends on them."""
 _NOT_LEARNT_BY = {
@@ -27,6 +28,8 @@ _LAID_OUT = {
     "gradient_accumulation_steps": "micro-batches a step",
 }
 """Of the resolved job, beside its parallelism -> as it is told."""
+_FELT = ("micro_batch_size", "gradient_accumulation_steps")
+"""Of these: a balance of routers and norms of a batch are a micro-batch's."""
 _MOST_NAMED = 4
 """Settings that a line names; what only follows from others comes last."""
 
@@ -36,9 +39,20 @@ def provenance(job: ResolvedJob) -> dict[str, Any]:
 
     `job_sha256` of the resolved job but for how it is run, `recipe_sha256` of it without its layout, too, `code_sha256`
     of the trainer that runs; hex. `layout`: setting -> value, of who holds what and of a step's parts.
+    `hangs_on_micro_batches`: whether another `training.micro_batch_size` is felt, by the job's text.
     """
     told = job.model_dump(mode="json", exclude={"spec": _OF_THE_RUN, "hours_between_failures": True})
-    return {_JOB: _digest(told), _RECIPE: _digest(_recipe(job)), _CODE: code_digest(), _LAYOUT: _layout(job)}
+    return {
+        **{_JOB: _digest(told), _RECIPE: _digest(_recipe(job)), _CODE: code_digest(), _LAYOUT: _layout(job)},
+        _HANGS_ON_PARTS: _hangs_on_parts(job),
+    }
+
+
+def _hangs_on_parts(job: ResolvedJob) -> bool:
+    """Whether a micro-batch's loss is more than its samples' sum: by a balance of routers, or norms of a batch."""
+    config = job.spec.model.config or {}
+    is_balanced = bool(config.get("output_router_logits")) and job.spec.task == "causal_lm"
+    return is_balanced or (job.spec.task == "image_classification" and config.get("model_type", "resnet") == "resnet")
 
 
 def _digest(content: Any) -> str:
@@ -106,7 +120,9 @@ def told_differences(saved: Mapping[str, Any], own: Mapping[str, Any], *, step: 
     if moved := _moved(saved.get(_LAYOUT), own[_LAYOUT]):
         more = f"; {len(moved) - _MOST_NAMED} more" if len(moved) > _MOST_NAMED else ""
         named = "; ".join(moved[:_MOST_NAMED])
-        lines.append(f"checkpoint step={step} goes on in another layout ({named}{more})")
+        is_felt = own.get(_HANGS_ON_PARTS) and any(line.startswith(_LAID_OUT[name]) for name in _FELT for line in moved)
+        losses = ": its losses may go on differently, as they hang on micro-batches" if is_felt else ""
+        lines.append(f"checkpoint step={step} goes on in another layout ({named}{more}){losses}")
     return lines
 
 

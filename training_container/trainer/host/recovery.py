@@ -238,7 +238,8 @@ class RecoveryLog:
             self._open["earlier_seconds"] = self._failed_at - self._first_failed_at
         self._say(
             f"recovery restart={restart.number} last_step={ending.step} backoff_seconds={restart.delay_seconds:g}"
-            f" at={datetime.now(UTC).isoformat(timespec='seconds')} reason={ending.reason}"
+            # One word with what is before it: commands of before it was said expect one there.
+            f",at={datetime.now(UTC).isoformat(timespec='seconds')} reason={ending.reason}"
         )
 
     def progress(self, last_step: int) -> None:

@@ -160,7 +160,8 @@ def librarys_own_left_out(forward: nn.Module) -> Iterator[None]:
         return
     # FSDP's class of the model has a module of its own.
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
-    module = next(each for each in modules if hasattr(each, LIBRARYS))
+    module = next((each for each in modules if hasattr(each, LIBRARYS)), None)
+    assert module is not None, f"{type(model).__name__} makes a balance by a function of another name than {LIBRARYS}"
     own = getattr(module, LIBRARYS)
     setattr(module, LIBRARYS, _nothing)
     try:

@@ -96,9 +96,9 @@ def notes_on_adapter(model: nn.Module, adapter: AdapterSpec | None) -> tuple[str
     if adapter.rank <= widths[narrow]:
         return ()
     return (
-        f"model.adapter.rank: {adapter.rank} is more than the width of {narrow.rpartition('.')[2]}, "
-        f"{widths[narrow]}, and what is added to a matrix has no "
-        f"higher rank than that: the rest is trained and saved for nothing; {widths[narrow]} does",
+        f"model.adapter.rank: {adapter.rank} is more than the width of {narrow.rpartition('.')[2]}, {widths[narrow]},"
+        " and what is added to a matrix has no higher rank than that: the rest of that layer's is trained and saved for"
+        " nothing",
     )
 
 

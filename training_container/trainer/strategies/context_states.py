@@ -260,7 +260,7 @@ class _AllToAll(torch.autograd.Function):
 def _sent(stacks: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """All in one message, as bytes where they are of more than one type: decays have 32 bits, keys 16."""
     is_mixed = len({stack.dtype for stack in stacks}) > 1
-    rows = [stack.reshape(stack.size(0), -1) for stack in stacks]
+    rows = [stack.contiguous().view(stack.size(0), -1) for stack in stacks]
     packed = torch.cat([row.view(torch.uint8) if is_mixed else row for row in rows], dim=1)
     arrived = torch.empty_like(packed)
     dist.all_to_all_single(arrived, packed, group=group)
