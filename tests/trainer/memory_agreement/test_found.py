@@ -844,27 +844,22 @@ def test_ranks_that_share_an_embedding_which_scales_make_its_whole_gradient() ->
         assert told.whole[1] == pytest.approx(told.whole[0], rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("model", "tokens"),
-    [
-        pytest.param(GPT2 | {"vocab_size": 64000, "tie_word_embeddings": True}, 512, marks=pytest.mark.slow),
-        (ENDS | {"hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 16000}, 4096),
-    ],
-    ids=["learned-positions-have-one", "beside-what-came-to-it"],
-)
-def test_the_embeddings_gradient_in_one_process(model: dict[str, Any], tokens: int) -> None:
-    """Learned positions had as many as a tied head in a plan, and what comes to the embedding was forgotten."""
-    told = _played(model, {"tensor": 1}, 0, global_batch_size=1, **SHORT | {"sequence_length": tokens})
+@pytest.mark.slow
+def test_learned_positions_have_one_gradient() -> None:
+    """They had as many as a tied head in a plan."""
+    model = GPT2 | {"vocab_size": 64000, "tie_word_embeddings": True}
+    told = _played(model, {"tensor": 1}, 0, global_batch_size=1, **SHORT | {"sequence_length": 512})
     assert told.problems == [] and told.whole is not None
     assert told.whole[1] == pytest.approx(told.whole[0], rel=0.01)
 
 
-@pytest.mark.slow
 def test_the_tanh_that_caps_logits_is_kept_in_the_forward_pass_already() -> None:
-    """Worst where autocast's narrow weights are still there; an eighth was missing."""
-    gemma = ENDS | {"model_type": "gemma2", "head_dim": 128, "tie_word_embeddings": True, "intermediate_size": 8192}
-    planned, traced = _moving(agreement(gemma, {"data_replicate": 8}, global_batch_size=64, **SHORT))
-    assert planned == pytest.approx(traced, rel=0.03)
+    """DeepSpeed's: the loss's moment is before any gradient; an eighth was missing."""
+    model = {"model_type": "gemma2", "head_dim": 128, "tie_word_embeddings": True, "pad_token_id": 0}
+    sizes = {"vocab_size": 102400, "num_key_value_heads": 4, "intermediate_size": 11008, "num_hidden_layers": 5}
+    settings = {"global_batch_size": 64, "activation_checkpointing": "selective", "sequence_length": 512}
+    told = _played(SMALL | model | sizes, {"engine": "deepspeed", "data_replicate": 8}, 0, **SHORT | settings)
+    assert told.problems == []
 
 
 OSS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
@@ -908,7 +903,7 @@ def test_cut_sequences_results_are_put_together_for_who_reads_them(model: dict[s
     sizes = {"num_key_value_heads": 8, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 16000}
     found = agreement(SMALL | sizes | model, {"data_shard": 2, "context": 4}, adapter="lora", adapts=adapts, **few)
     planned, traced = _moving(found)
-    assert planned == pytest.approx(traced, rel=0.05)
+    assert planned == pytest.approx(traced, rel=0.035)
 
 
 @pytest.mark.parametrize("kind", ["dots1", pytest.param("glm4_moe", marks=pytest.mark.slow)])
