@@ -13,6 +13,7 @@ is zero elsewhere, and FSDP's sum over data_shard x context, which all weights' 
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -106,9 +107,6 @@ def _for_ranks(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return tensor if num_heads >= size else tensor.repeat_interleave(size // num_heads, dim=2)
 
 
-Convolution = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-
-
 class Mixer:
     """Stands in for the forward pass of a module with a convolution alone (LFM2's): on own tokens, but for that."""
 
@@ -118,20 +116,18 @@ class Mixer:
         self._exchange = exchange
         self._convolution: Callable[..., torch.Tensor] = inner.__globals__[CONVOLUTION]
         self._recurrence: Callable[..., Any] = inner.__globals__[recurrence]
-        ours: dict[str, Callable[..., Any]] = {
-            recurrence: self._recur,
+        found = inner.__globals__ | self._ours(recurrence)
+        pass_ = FunctionType(inner.__code__, found, inner.__name__, inner.__defaults__, inner.__closure__)
+        pass_.__kwdefaults__ = inner.__kwdefaults__
+        self.forward = MethodType(pass_, module)
+
+    def _ours(self, _: str) -> dict[str, Callable[..., Any]]:
+        """What the library's forward pass finds in place of the functions that it calls, by name."""
+        return {
             CONVOLUTION: self._convolve,
             _FUSED: lambda *_, **__: None,
             _MASKED: lambda hidden, _: hidden,
         }
-        pass_ = FunctionType(
-            inner.__code__, {**inner.__globals__, **ours}, inner.__name__, inner.__defaults__, inner.__closure__
-        )
-        pass_.__kwdefaults__ = inner.__kwdefaults__
-        self.forward = MethodType(pass_, module)
-
-    def _recur(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
 
     def _convolve(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
@@ -143,13 +139,20 @@ class Mixer:
         return self._exchange.to_tokens(convolved.transpose(1, 2)).transpose(1, 2)
 
 
-class RecurrentMixer(Mixer):
+class RecurrentMixer(Mixer, ABC):
     """With a recurrence behind the convolution: both are computed between two exchanges."""
 
     def __init__(self, module: nn.Module, recurrence: str, exchange: HeadExchange) -> None:
         super().__init__(module, recurrence, exchange)
         self._asked: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]] | None = None
         """Weight, bias and the rest of what the convolution was called with, until the recurrence runs it."""
+
+    def _ours(self, recurrence: str) -> dict[str, Callable[..., Any]]:
+        return {recurrence: self._recur, **super()._ours(recurrence)}
+
+    @abstractmethod
+    def _recur(self, *args: Any, **kwargs: Any) -> Any:
+        """The recurrence over all tokens of own heads, of what the library calls it with."""
 
     def _convolve(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
