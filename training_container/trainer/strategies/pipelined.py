@@ -174,7 +174,7 @@ class PipelineStrategy(ProductStrategy):
         """
         result, balance = output if isinstance(output, tuple) else (output, None)
         loss: torch.Tensor = target_loss_sum(result, targets) if self._loss_plan.kind == "logits" else result
-        if balance is not None and self._model.training:
+        if balance is not None:
             loss = loss + balance.to(loss.dtype)
         self._loss_total += loss.detach().double()
         return loss * self._scale
