@@ -323,7 +323,7 @@ def _put_a_file_in_the_place_of(folder: Path) -> None:
     ("case", "overrides", "ran", "goes_on"),
     [
         ("stopped", ("every_steps=4000",), "stopped at step {step}", "no checkpoint is there, so it begins anew"),
-        ("ended", ("every_steps=4000",), "all 400 steps ran", "no checkpoint is there, so it begins anew"),
+        ("ended", ("every_steps=4000",), "ran 400 steps", "no checkpoint is there, so it begins anew"),
         ("saved before", ("every_steps=2",), "stopped at step {step}", "it continues from step {saved}"),
         (
             "on the host's disk",

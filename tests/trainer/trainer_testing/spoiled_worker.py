@@ -34,7 +34,7 @@ def _drop_last_chunk() -> None:
 def _balance_first_rank_alone() -> None:
     """The other ranks' routers are told nothing."""
     if int(os.environ["RANK"]) > 0:
-        causal_lm.router_loss_sum = lambda *_: None
+        causal_lm.router_loss_sum = lambda *_, **__: None
 
 
 def _forget_loss_scale() -> None:
