@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from trainer.models import float8
+from trainer.models import float8, quantized
 from trainer.models.build import build_model
 from trainer.models.recomputation import _kept_contexts
 from trainer_testing.families import FAMILIES
@@ -43,9 +44,10 @@ CASES: dict[str, Case] = {
     "an adapter beside it": ("Llama", {}, {"kind": "lora", "targets": ["q_proj", "down_proj"]}),
     "GPT-2's adapter": ("GPT-2", {}, {"kind": "lora", "targets": ["c_proj"]}),
     "of four bits": ("Llama", {}, {"kind": "qlora", "targets": ["q_proj"]}),
+    "an adapter beside four bits": ("Llama", {}, {"kind": "qlora", "targets": ["down_proj"]}),
     "of eight bits": ("Llama", {}, None),
 }
-ONCE = ("plain", "GPT-2", "adapters elsewhere")
+ONCE = ("plain", "GPT-2", "adapters elsewhere", "of four bits")
 
 
 class LastProducts(TorchDispatchMode):
@@ -105,6 +107,41 @@ def test_the_planner_counts_a_last_product_again_where_torch_computes_it_again(
     shape = shape_from_config(MODELS[family] | changes)
     rank = _Rank(shape, layout, gpu("H100"), Fabric(1, 1.0, 1.0, EFA), DEFAULT_CONSTANTS)
     assert rank._stops_before_last is (name in ONCE)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["down_proj"]])
+def test_weights_of_four_bits_are_read_again_for_products_that_are_computed_again(
+    targets: list[str], sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Selective recomputation keeps their results: it has what it keeps without reading a weight."""
+    reads: list[torch.Size] = []
+    read = quantized.dequantize
+
+    def counted(codes: torch.Tensor, *others: Any) -> torch.Tensor:
+        reads.append(codes.shape)
+        return read(codes, *others)
+
+    monkeypatch.setattr(quantized, "dequantize", counted)
+    numbers, gradients = {}, {}
+    for recompute in ("none", "selective", "full"):
+        adapter = {"rank": 4, "kind": "qlora", "targets": targets}
+        job = tiny_job(
+            "single", 1, activation_checkpointing=recompute, source=str(source_of(sources, "Llama")), adapter=adapter
+        )
+        model = build_model(job, vocab_size=VOCAB_SIZE).train()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
+        tokens = torch.arange(TOKENS)[None]
+        reads.clear()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        numbers[recompute] = len(reads)
+        gradients[recompute] = [one.grad for one in model.parameters() if one.requires_grad]
+    assert numbers["selective"] == numbers["none"]
+    again = 7 if targets == ["down_proj"] else 6
+    assert numbers["full"] == numbers["none"] + LAYERS * again
+    for recompute in ("selective", "full"):
+        assert all(map(torch.equal, gradients[recompute], gradients["none"]))
 
 
 def test_nothing_in_front_of_the_first_adapter_has_a_gradient(sources: Path) -> None:

@@ -38,11 +38,11 @@ def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head
     return layout.lora_rank * (layers * each + head)
 
 
-def adapter_outputs(shape: ModelShape, layout: Layout) -> float:
-    """Elements of a token that the adapters of a mean layer give, after either of their two matrices: of one tensor
-    rank, which has a hidden state whole, and what the first matrix gives."""
+def adapter_outputs(shape: ModelShape, layout: Layout, *, names: frozenset[str] | None = None) -> float:
+    """Elements of a token that the adapters of a mean layer give (those of `names`), after either of their two
+    matrices: of one tensor rank, which has a hidden state whole, and what the first matrix gives."""
     sizes = _sizes(shape, layout.tensor)
-    targets = [name for name in layout.lora_targets if name not in HEADS]
+    targets = [name for name in layout.lora_targets if name not in HEADS and (names is None or name in names)]
     value_dim, width = shape.value_dim / layout.tensor, _width(shape) / layout.tensor
     reads = {**dict.fromkeys(ATTENTION_OUTPUTS, value_dim), **dict.fromkeys(MLP_OUTPUTS, width)}
     reads |= dict.fromkeys(QUERY_LATENT_INPUTS, shape.q_lora_rank) | dict.fromkeys(

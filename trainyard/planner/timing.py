@@ -287,14 +287,14 @@ class _Rank(Operators):
 
         torch's checkpoints compute again until the last tensor is there that the backward pass asks for. Of four norms
         a layer the last one reads the last product; dropout keeps its mask, and an adapter what lies between its two
-        matrices, after the product beside it; products of four and of eight bits keep what they read when they are
-        done (tests/trainer/test_recomputation.py counts them all in our own trainer; in torchtitan's compiled FP8
-        nobody has).
+        matrices, after the product beside it; products of eight bits keep what they read when they are done
+        (tests/trainer/test_recomputation.py counts them all in our own trainer; in torchtitan's compiled FP8 nobody
+        has).
         """
         shape, layout = self.shape, self.layout
         outputs = MLP_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else MLP_OUTPUTS
-        is_adapted = layout.method == "lora" and not outputs.isdisjoint(layout.lora_targets)
-        is_narrow = layout.method == "qlora" or (layout.precision == "fp8" and layout.library == "trainyard")
+        is_adapted = layout.method != "full" and not outputs.isdisjoint(layout.lora_targets)
+        is_narrow = layout.precision == "fp8" and layout.library == "trainyard"
         is_read = shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout or layout.dropout
         stops = not (is_adapted or is_narrow or is_read)
         return stops and self._has_torchs_checkpoints and layout.year >= EARLY

@@ -238,15 +238,12 @@ class TrainerLayers:
         return of_hidden + (of_ffn - of_hidden) * down / every
 
     @property
-    def reading_bytes(self) -> float:
-        """QLoRA: while a weight is read from four bits, two values of each, in the type of the product."""
-        if self.layout.method != "qlora":
-            return 0.0
-        shape, split = self.shape, self.layout.tensor
-        queries = shape.query_dim * (1 + shape.attention_gate)
-        delta = shape.delta_projected * (shape.delta_layers > 0)
-        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn, queries, shape.value_dim, delta)
-        return 2 * self.element * shape.hidden * widest / split
+    def reading_block_bytes(self) -> float:
+        """QLoRA: while a weight of the feed-forward block is read from four bits, two values of each, in the type of
+        the product."""
+        shape = self.shape
+        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn)
+        return 2 * self.element * shape.hidden * widest / self.layout.tensor * (self.layout.method == "qlora")
 
     @property
     def reading_experts_bytes(self) -> float:
@@ -305,6 +302,19 @@ class TrainerLayers:
         if "gate_up_proj" in self.layout.lora_targets:
             return 2 * self.product_bytes
         return len(MLP_INPUTS.intersection(self.layout.lora_targets)) * self.product_bytes
+
+    @property
+    def adapts_last(self) -> bool:
+        """Whether a layer's last product has an adapter."""
+        return self.is_frozen and self._adapts(MLP_OUTPUTS)
+
+    @property
+    def stops_before_reading(self) -> bool:
+        """QLoRA: whether a layer is made again without its last product, whose result nothing reads: no adapter's
+        matrices come after it, no norm and no dropout."""
+        shape = self.shape
+        is_read = self.adapts_last or shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout
+        return self.layout.method == "qlora" and self.layout.recompute != "none" and not is_read
 
     @property
     def score_gradient_bytes(self) -> float:
@@ -507,8 +517,9 @@ class TrainerLayers:
         """
         shape, layout = self.shape, self.layout
         if layout.method == "qlora":
-            # Read from four bits, and run, once more in the backward pass: of what other ranks sent.
-            return (self.rows_bytes / layout.tensor + self.rows_bytes) * self.is_spread
+            # Read from four bits, and run, once more in the backward pass: of what other ranks sent, or of all tokens.
+            sent = self.rows_bytes / layout.tensor + self.rows_bytes
+            return self.frozen_experts_input_bytes if self.reruns_experts else sent
         block = self._block_bytes(shape.moe_ffn * shape.experts_per_token)
         read = 0.0 if self.is_frozen else self.rows_bytes
         if not self.is_spread:
@@ -516,6 +527,16 @@ class TrainerLayers:
             came = self.rows_bytes * (self.residual_element / self.element if shape.batches_experts else 1)
             return block + read + came
         return block + read / layout.tensor + self.rows_bytes
+
+    @property
+    def reruns_experts(self) -> bool:
+        """QLoRA's, which a rank has all of, keep what they read, for their backward pass runs them once more."""
+        return self.layout.method == "qlora" and not self.is_spread
+
+    @property
+    def frozen_experts_input_bytes(self) -> float:
+        """What adapters' experts read, unless the norm that gave it is counted with it: no gradient needs it."""
+        return max(self.whole_hidden_bytes - self.mlp_norm_output_bytes, 0.0)
 
     @property
     def expert_run_bytes(self) -> float:
@@ -562,8 +583,8 @@ class TrainerLayers:
     def narrowed_bytes(self) -> float:
         """The experts' gradient, where it was wide: autograd narrows it before it lets go of what it is made of (but in
         a recomputed layer, where traces show none)."""
-        is_there = self.weighed_element > self.element and self.layout.recompute == "none"
-        return self.rows_bytes * is_there
+        is_again = self.layout.recompute != "none" or self.reruns_experts
+        return self.rows_bytes * (self.weighed_element > self.element and not is_again)
 
     @property
     def expert_product_bytes(self) -> float:
@@ -674,6 +695,16 @@ class TrainerLayers:
             return 0.0
         return (2 if self.shape.gated_mlp else 1) * self.expert_product_bytes + self.rows_bytes
 
+    @property
+    def kept_block_bytes(self) -> float:
+        """Adapters, of a layer that is made again: what is kept of its feed-forward block's products."""
+        if self.layout.recompute != "selective":
+            return 0.0
+        products = (2 if self.shape.gated_mlp else 1) * self.product_bytes
+        return products + self.element * self.tokens * adapter_outputs(
+            self.shape, self.layout, names=MLP_INPUTS | MLP_OUTPUTS
+        )
+
     def _selected_bytes(self, width: float) -> float:
         """Selective recomputation: results of products but the last, and of attention; experts' are made again."""
         shape, layout = self.shape, self.layout
@@ -696,16 +727,14 @@ class TrainerLayers:
         each = self.tokens / layout.tensor
         block = self.element * width * (2 if shape.gated_mlp else 1)
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
-        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes(width)
+        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes
 
-    def _selected_adapter_bytes(self, width: float) -> float:
-        """Of adapters both products are kept beside the frozen one, but for a layer's very last; and of a layer whose
-        last product reads four bits, that one, unless it is attention's, which is the last before routed experts."""
+    @property
+    def _selected_adapter_bytes(self) -> float:
+        """Of adapters both products are kept beside the frozen one, but for a layer's very last."""
         if not self.is_frozen:
             return 0.0
-        is_last_frozen = self.layout.method == "qlora" and width > 0 and not self._adapts(MLP_OUTPUTS)
-        outputs = adapter_outputs(self.shape, self.layout)
-        return self.element * self.tokens * outputs + self.whole_hidden_bytes * is_last_frozen
+        return self.element * self.tokens * adapter_outputs(self.shape, self.layout)
 
     @property
     def _selected_delta_bytes(self) -> float:

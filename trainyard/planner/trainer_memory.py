@@ -285,11 +285,27 @@ class _Step:
             before = self._kept_before(number) + mask + self._embedded()
             yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)) + self._received())
             gathered = self._weights(units.running(number)) + self._received()
-            yield Moment(before + self._running(number), 0.0, gathered)
+            yield Moment(before + max(self._running(number), self._in_forward_norm()), 0.0, gathered)
+        if layers.has_norm_copies and self._stage.head:
+            # The last norm, written out: what it reads, twice in float32, and narrowed.
+            held = self._kept_in_all() + self._embedded() + layers.input_bytes + layers.hidden * (8 + layers.element)
+            yield Moment(held, 0.0, self._weights(self._last_gathered()) + self._received())
 
     def _embedded(self) -> float:
-        """In a forward pass a model's code has what the embedding gave, of which sequence parallelism made parts."""
-        return self._layers.whole_hidden_bytes * (self._layout.tensor > 1) * self._stage.embedding
+        """In a forward pass a model's code has what the embedding gave, of which sequence parallelism made parts; else
+        it counts as what the first layer keeps, if that keeps it."""
+        layers = self._layers
+        if self._layout.tensor > 1:
+            return layers.whole_hidden_bytes * self._stage.embedding
+        return layers.input_bytes * (layers.unreached_bytes > 0) * self._stage.embedding
+
+    def _in_forward_norm(self) -> float:
+        """Adapters: the second norm of a layer that is kept whole, written out: what it makes in float32 is narrowed
+        beside the residual and the layer's own input."""
+        layers = self._layers
+        if not layers.has_norm_copies or self._layout.recompute != "none":
+            return 0.0
+        return layers.attention_half_bytes + 2 * layers.input_bytes + layers.split_hidden * (4 + layers.element)
 
     def _running(self, number: int) -> float:
         """Adapters: what there is of a layer in its forward pass, while its feed-forward block's last product runs. Of
@@ -297,16 +313,26 @@ class _Step:
         layers = self._layers
         held, is_again = 2 * layers.whole_hidden_bytes, self._layout.recompute == "full"
         if number < self._routed_layers:
-            rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
-            half = layers.input_bytes if is_again else layers.attention_half_bytes
-            return held + half + max(layers.reading_experts_bytes, rows)
+            rows = 2 * (layers.rows_bytes + layers.weighed_bytes) + 3 * layers.expert_product_bytes
+            there = held + layers.kept_routed_bytes
+            if self._layout.recompute == "none":
+                there = layers.block_frame_bytes + layers.attention_half_bytes + held * layers.has_norm_copies
+            return there + max(layers.reading_experts_bytes, rows)
         if is_again:
-            block = 3 * layers.product_bytes + max(layers.product_bytes, layers.reading_bytes)
+            block = 3 * layers.product_bytes + max(layers.product_bytes, layers.reading_block_bytes)
             return held + layers.input_bytes + layers.block_frame_bytes + block
-        if self._layout.recompute == "none":
-            return held + layers.whole_bytes + layers.product_bytes + layers.reading_bytes
+        # What is activated beside what is gated; the last product, its weight read, or its adapter's, scaled too, of
+        # which selective recomputation keeps one; what the layer gives.
+        is_whole = self._layout.recompute == "none"
+        num_last = 1 + layers.adapts_last * (1 + is_whole)
+        activated = layers.product_bytes * (self._shape.gated_mlp or not is_whole)
+        last = max(activated, layers.reading_block_bytes, num_last * layers.whole_hidden_bytes)
+        if is_whole:
+            there = layers.whole_bytes - layers.mlp_norm_output_bytes + held * layers.has_norm_copies
+            gated = layers.product_bytes * (not layers.keeps_block_result)
+            return there + layers.block_frame_bytes + max(gated + last, held)
         there = layers.kept_bytes + layers.input_bytes + layers.block_frame_bytes + layers.summed_products_bytes
-        return there + layers.product_bytes + max(layers.product_bytes, held + layers.reading_bytes)
+        return there + max(layers.product_bytes + last, held)
 
     def _in_layer(self, number: int) -> Iterator[Moment]:
         """The backward pass of the layer that is `number`th from the stage's end."""
@@ -322,14 +348,24 @@ class _Step:
             # An adapter and what it adapts give a gradient each, and their sum is made beside both.
             factors = max(factors, 2)
         in_block = layers.whole_bytes + above
-        in_block += max(layers.product_bytes + layers.reading_bytes, factors * layers.product_bytes)
+        # QLoRA reads the last product's weight before its layer is made again; or once an adapter's gradients are made,
+        # for which alone the product's input is kept.
+        read = 0.0 if layers.stops_before_reading else layers.reading_block_bytes
+        in_block += max(layers.product_bytes * (not layers.adapts_last) + read, factors * layers.product_bytes)
         in_block += self._adding(mlp / 3)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
         if layers.is_frozen and self._layout.recompute != "none":
             # Made again: gate and up, or what is activated, and as many tensors on the way to the last product's input.
             block = (4 if self._shape.gated_mlp else 2) * layers.product_bytes
+            if self._layout.recompute == "full" and not layers.stops_before_reading:
+                block = max(block, block - layers.product_bytes + layers.reading_block_bytes)
+            if self._layout.recompute == "full" and "gate_up_proj" in self._layout.lora_targets:
+                block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
             again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
             again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
+            again = max(again, self._in_norm_again())
+            # What came to the last product's input already; or what came to the layer, scaled for that one's adapter.
+            again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * layers.adapts_last
             yield self._moment(others + again, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
         # Both products that read a norm's output give it a gradient; the residual's stands beside them.
         after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
@@ -348,6 +384,16 @@ class _Step:
                 again = above + max(layers.kept_bytes - layers.input_bytes - layers.scored_products_bytes, 0.0)
             in_rotation = layers.attention_norm_bytes + layers.rotating_bytes + again
             yield self._moment(others + in_rotation, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
+
+    def _in_norm_again(self) -> float:
+        """Adapters: the second norm of a layer that is made again, written out, as in `_in_forward_norm`; beside what
+        is kept of the feed-forward block, and the gradient that came to the layer."""
+        layers = self._layers
+        if not layers.has_norm_copies:
+            return 0.0
+        norm = layers.input_bytes + layers.split_hidden * (4 + layers.element)
+        half = layers.attention_half_bytes - layers.mlp_norm_output_bytes
+        return half + norm + layers.kept_block_bytes + self._above()
 
     def _others(self, number: int) -> float:
         """What layers before the `number`th keep, and what a pipeline's rank keeps of what it gave."""
@@ -375,14 +421,17 @@ class _Step:
         """What the layers before the `number`th keep, and the stage's ends."""
         layers = self._layers
         done = min(number + 1, self._routed_layers)
-        kept = self._kept_in_all() - done * layers.kept_routed_bytes
-        return max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
+        unreached = self._unreached()
+        kept = self._kept_in_all() + unreached - done * layers.kept_routed_bytes
+        return max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) - unreached + self._ends()
 
     def _kept_in_all(self) -> float:
-        """What all layers keep of the micro-batches in flight. Under adapters nothing is kept in front of a model's
-        first one, which no gradient reaches."""
-        unreached = self._layers.unreached_bytes * self._stage.in_flight * self._stage.embedding
-        return self._passes * self._layers.kept_bytes - unreached
+        """What all layers keep of the micro-batches in flight."""
+        return self._passes * self._layers.kept_bytes - self._unreached()
+
+    def _unreached(self) -> float:
+        """Adapters: nothing is kept in front of a model's first one, which no gradient reaches."""
+        return self._layers.unreached_bytes * self._stage.in_flight * self._stage.embedding
 
     def _above(self) -> float:
         """The gradient that comes to a layer from above."""
@@ -467,6 +516,10 @@ class _Step:
             # What the experts read is there as it was chosen, before autocast narrowed it, until they return.
             chosen = layers.rows_bytes * layers.residual_element / layers.element
             found = max(found, 2 * layers.weighed_bytes + chosen)
+        if layers.is_frozen and self._layout.recompute != "none":
+            # Or their product is made again, beside what the layer's code has in its hands: rows, and what they read.
+            again = 2 * layers.weighed_bytes + layers.rows_bytes + layers.frozen_experts_input_bytes
+            found = max(found, again) - layers.frozen_experts_input_bytes * layers.reruns_experts
         return found
 
     def _beside_both_halves(self) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trainer_testing.agreement import FEW, agreement, dry_run_cases
+from trainer_testing.agreement import FEW, agreement, dry_run_cases, moving
 
 from memory_agreement.campaign import Played, play
 from memory_agreement.draws import Drawn
@@ -19,12 +19,6 @@ SMALL: dict[str, Any] = {
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 2, "n_head": 8, "n_positions": 8192, "vocab_size": 32000}
 CUT = {"data_shard": 4, "tensor": 2}
-
-
-def _moving(found: Any) -> tuple[float, float]:
-    """By formulas and by trace."""
-    planned, traced = (side["activations"] + side["buffers"] for side in (found.planned, found.traced))
-    return planned, traced
 
 
 def test_a_vocabulary_that_tensor_ranks_dont_divide_is_whole_on_each() -> None:
@@ -51,7 +45,7 @@ def test_sgd_without_momentum_keeps_nothing(momentum: float) -> None:
 def test_granites_experts_scale_their_logits_so_that_all_of_them_are_there() -> None:
     """Planned as a loss in the head, which was half of what the step needs."""
     experts = {"model_type": "granitemoe", "intermediate_size": 768, "num_local_experts": 16, "num_experts_per_tok": 4}
-    planned, traced = _moving(agreement(SMALL | experts, micro_batch_size=2, global_batch_size=32))
+    planned, traced = moving(agreement(SMALL | experts, micro_batch_size=2, global_batch_size=32))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -61,7 +55,7 @@ def test_the_next_chunks_logits_are_made_when_the_last_ones_are_gone(precision: 
     model = SMALL | {"vocab_size": 128256}
     layout, training = {"data_shard": 8}, {"loss": "chunked", "precision": precision, "micro_batch_size": 2}
     found = agreement(model, layout, **training, global_batch_size=32)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -92,7 +86,7 @@ def test_updates_of_whole_matrices_can_be_a_steps_worst_moment(
     """Plans left them out: an eighth of what a wide model's ends need. (Muon's of few layers go to the first ranks.)"""
     training = {"activation_checkpointing": "full", "loss": "chunked", "optimizer": {"kind": kind}}
     found = agreement(SMALL | model, layout, rank=0, **training, global_batch_size=64)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -126,7 +120,7 @@ def test_experts_results_are_weighted_in_the_routers_type(
 ) -> None:
     """Three tensors of all chosen experts' results in float32 where they were planned in 16 bits."""
     training = {"micro_batch_size": 2, "global_batch_size": 16, "activation_checkpointing": recompute}
-    planned, traced = _moving(agreement(model, layout, **training))
+    planned, traced = moving(agreement(model, layout, **training))
     assert planned == pytest.approx(traced, rel=0.01)
 
 
@@ -151,7 +145,7 @@ def test_units_of_fsdp_are_gathered_as_they_are_stated(fsdp: dict[str, Any], met
     training = {"micro_batch_size": 1, "global_batch_size": 32, "activation_checkpointing": "full"}
     tuned = None if method == "full" else method
     model = LARGE_LAYERS | {"vocab_size": 4000}  # of few tokens and words what is gathered is the most
-    planned, traced = _moving(agreement(model, layout, adapter=tuned, sequence_length=256, **training))
+    planned, traced = moving(agreement(model, layout, adapter=tuned, sequence_length=256, **training))
     assert planned == pytest.approx(traced, rel=0.04)
 
 
@@ -161,14 +155,14 @@ def test_adapters_are_gathered_beside_four_bit_weights() -> None:
     adapts = {"rank": 256, "targets": ("q_proj", "v_proj", "up_proj", "down_proj")}
     training = {"precision": "fp32", "micro_batch_size": 1, "activation_checkpointing": "full"}
     found = agreement(LARGE_LAYERS, layout, adapter="qlora", adapts=adapts, sequence_length=256, **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
 def test_the_first_layer_is_gathered_beside_what_the_embedding_was_gathered_into() -> None:
     """The worst moment of few tokens in fp32, where a unit is all of a small model's layers."""
     layout = {"data_shard": 8, "fsdp": {"wrap": "size"}}
-    planned, traced = _moving(agreement(SMALL, layout, precision="fp32", micro_batch_size=1, global_batch_size=32))
+    planned, traced = moving(agreement(SMALL, layout, precision="fp32", micro_batch_size=1, global_batch_size=32))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -176,7 +170,7 @@ def test_the_first_layer_is_gathered_beside_what_the_embedding_was_gathered_into
 def test_a_loss_that_is_to_be_chunked_is_computed_in_the_head_though_it_is_one_chunk() -> None:
     layout = {"data_shard": 4, "context": 2}  # 1,024 positions a rank, all of a chunk
     found = agreement(SMALL | {"vocab_size": 128256}, layout, loss="chunked", global_batch_size=8)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -191,7 +185,7 @@ def test_fused_matrices_are_whole_on_each_tensor_rank_and_norms_of_all_heads_wri
     """Of Phi-3 twice the state that was planned."""
     found = agreement({**FEW, "model_type": model_type, "intermediate_size": 6144}, {"tensor": 4, "data_shard": 2})
     assert found.static is not None and abs(found.static) < 0.01
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -213,14 +207,14 @@ def test_the_ends_gradients_can_be_a_steps_worst_moment(model: dict[str, Any], l
     """Both ends' of a tied matrix and their sum; under `tensor` alone the copies that FSDP makes of what isn't sent."""
     training = {"activation_checkpointing": "full", "global_batch_size": 32}
     length = 512 if "data_replicate" in layout and "tensor" not in layout else 2048
-    planned, traced = _moving(agreement(model, layout, sequence_length=length, **training))
+    planned, traced = moving(agreement(model, layout, sequence_length=length, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
 def test_ddp_widens_the_heads_gradient_of_a_loss_in_one_chunk() -> None:
     """A third of such a step: 2 GB of a vocabulary of 128k that is 4,096 wide."""
     training = {"loss": "chunked", "global_batch_size": 8}
-    planned, traced = _moving(agreement(FEW_TOKENS, {"data_replicate": 8}, sequence_length=512, **training))
+    planned, traced = moving(agreement(FEW_TOKENS, {"data_replicate": 8}, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -236,7 +230,7 @@ def test_so_can_updates_of_matrices_that_are_cut_twice(
     kind: str, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
     training = {"activation_checkpointing": "full", "optimizer": {"kind": kind}}
-    planned, traced = _moving(
+    planned, traced = moving(
         agreement(SMALL | {"num_key_value_heads": 8} | model, layout, **training, global_batch_size=64)
     )
     assert planned == pytest.approx(traced, rel=0.03)
@@ -263,9 +257,8 @@ def test_what_recomputation_and_decay_leave(
     """Autocast's copies of layers that are computed again are gone; decay is added to gradients, not to a copy of all
     of them; of adapted layers both products are kept."""
     model = LARGE_LAYERS | {"num_key_value_heads": 16}
-    planned, traced = _moving(agreement(model, layout, adapter=adapter, global_batch_size=32, **training))
-    # Of QLoRA's layers one adapter's product more is planned than is kept.
-    assert planned == pytest.approx(traced, rel=0.06 if adapter == "qlora" else 0.03)
+    planned, traced = moving(agreement(model, layout, adapter=adapter, global_batch_size=32, **training))
+    assert planned == pytest.approx(traced, rel=0.03)
 
 
 QUERIES = {"num_attention_heads": 40, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 4096}
@@ -307,7 +300,7 @@ def test_autocasts_float32_tensors_are_counted(model: dict[str, Any], training: 
     """Under plain data parallelism: a tenth to a quarter of what moves."""
     model = model | {"pad_token_id": 0}
     training = {"micro_batch_size": 2, "global_batch_size": 32} | training
-    planned, traced = _moving(agreement(model, DDP, **training))
+    planned, traced = moving(agreement(model, DDP, **training))
     assert planned == pytest.approx(traced, rel=0.05)
 
 
@@ -342,7 +335,7 @@ def test_what_is_there_at_a_loss_and_at_a_steps_end(
 ) -> None:
     model = SMALL | {"num_key_value_heads": 8, "vocab_size": 32000}
     training = {"global_batch_size": 96} | training
-    planned, traced = _moving(agreement(model, layout, adapter=adapter, adapts=adapts, **training))
+    planned, traced = moving(agreement(model, layout, adapter=adapter, adapts=adapts, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -350,7 +343,7 @@ def test_what_is_there_at_a_loss_and_at_a_steps_end(
 def test_ends_that_have_no_gradients_before_are_there_with_them_when_they_are_reduced() -> None:
     """Planned was a moment before it, with twice as much on its way but without these gradients."""
     model, training = FEW_TOKENS | {"num_hidden_layers": 3}, {"global_batch_size": 1, "micro_batch_size": 1}
-    planned, traced = _moving(agreement(model, {"tensor": 8}, sequence_length=512, **training))
+    planned, traced = moving(agreement(model, {"tensor": 8}, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -361,14 +354,14 @@ def test_gradients_of_the_first_micro_batch_stand_beside_what_all_others_keep(nu
     layout = {"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"}
     model = SMALL | {"num_key_value_heads": 8, "vocab_size": 32000, "num_hidden_layers": 2}
     training = {"global_batch_size": 4 * num_micro_batches, "micro_batch_size": 1}
-    planned, traced = _moving(agreement(model, layout, sequence_length=256, **training))
+    planned, traced = moving(agreement(model, layout, sequence_length=256, **training))
     assert 0.98 * traced < planned < 1.1 * traced
 
 
 def test_logits_are_gathered_by_way_of_one_copy() -> None:
     """A trace had two: torch's fake tensors make another one of what a collective gave when it is waited for."""
     layout, training = {"data_shard": 2, "tensor": 4}, {"loss": "logits", "precision": "fp32"}
-    planned, traced = _moving(agreement(SMALL | {"num_key_value_heads": 8}, layout, **training))
+    planned, traced = moving(agreement(SMALL | {"num_key_value_heads": 8}, layout, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -416,7 +409,7 @@ def test_an_adapter_and_what_it_adapts_give_a_gradient_each() -> None:
     """And their sum, which is made beside both: a sixth of what moves where the feed-forward block is wide."""
     model, adapts = SMALL | {"intermediate_size": 14336, "vocab_size": 4000}, {"targets": ("down_proj",)}
     training = {"precision": "fp32", "activation_checkpointing": "full", "global_batch_size": 32}
-    planned, traced = _moving(agreement(model, DDP, adapter="lora", adapts=adapts, **training))
+    planned, traced = moving(agreement(model, DDP, adapter="lora", adapts=adapts, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -424,7 +417,7 @@ def test_the_gradients_of_a_models_one_unit_are_copied_when_they_are_sent() -> N
     """No unit's come before them, beside which they would be made: a fifth of what moves."""
     layout = {"data_shard": 8, "fsdp": {"wrap": "size", "min_parameters": 300_000_000}}
     model, training = LARGE_LAYERS | {"num_hidden_layers": 4}, {"activation_checkpointing": "full"}
-    planned, traced = _moving(agreement(model, layout, sequence_length=256, global_batch_size=16, **training))
+    planned, traced = moving(agreement(model, layout, sequence_length=256, global_batch_size=16, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -441,7 +434,7 @@ def test_keys_of_latent_attention_are_there_from_all_ranks_of_a_context() -> Non
     model = SMALL | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2} | sizes
     layout, training = {"data_shard": 2, "context": 4}, {"micro_batch_size": 2, "loss": "chunked"}
     model |= experts | {"num_key_value_heads": 8, "vocab_size": 4000}
-    planned, traced = _moving(agreement(model, layout, **training, global_batch_size=8))
+    planned, traced = moving(agreement(model, layout, **training, global_batch_size=8))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -548,7 +541,7 @@ def test_frozen_weights_that_no_rank_shares_are_there_once(layout: dict[str, Any
     adapts = {"rank": 8, "targets": ("q_proj", "v_proj")}
     training = {"micro_batch_size": 1, "global_batch_size": 4, "activation_checkpointing": "full"}
     found = agreement(LARGE_LAYERS, layout, adapter="lora", adapts=adapts, sequence_length=256, rank=1, **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.1)
     assert traced < 0.5 * found.traced["parameters"]
 
@@ -590,7 +583,7 @@ def test_adapters_of_ranks_that_share_no_data_hold_what_a_layers_code_holds(
     is the worst moment, with tensors that autograd keeps none of."""
     training = {"micro_batch_size": 2, "activation_checkpointing": "none"} | training
     found = agreement(SMALL | model, layout, adapter=adapter, adapts={"targets": targets}, rank=0, **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.04)
 
 
@@ -616,7 +609,7 @@ def test_written_out_attention_is_given_a_mask_of_numbers_that_recomputation_kee
     """Of 4,096 tokens one head's scores, beside which few heads' are not much more."""
     model = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 4000}
     training = {"attention": "eager", "documents": False, "activation_checkpointing": "full", "micro_batch_size": 2}
-    planned, traced = _moving(agreement(model, adapter="lora", sequence_length=4096, **training))
+    planned, traced = moving(agreement(model, adapter="lora", sequence_length=4096, **training))
     assert planned == pytest.approx(traced, rel=0.02)
 
 
@@ -634,7 +627,7 @@ def test_norms_of_what_a_half_gives_are_written_out_under_autocast() -> None:
     """No kernel has 16 bits beside weights of 32: OLMo 2's norms keep four times what was planned."""
     training = {"micro_batch_size": 2, "global_batch_size": 16, "activation_checkpointing": "none"}
     model = SMALL | {"model_type": "olmo2", "vocab_size": 4000}
-    planned, traced = _moving(agreement(model, {"data_replicate": 8}, **training))
+    planned, traced = moving(agreement(model, {"data_replicate": 8}, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -654,7 +647,7 @@ def test_frozen_experts_are_gathered_as_they_are_stored(kind: str, layout: dict[
     model = SMALL | MIXTRAL | {"num_hidden_layers": 4, "intermediate_size": 8192, "vocab_size": 16000}
     training = {"micro_batch_size": 1, "global_batch_size": 8, "activation_checkpointing": "full"}
     adapts = {"targets": ("q_proj", "o_proj")}
-    planned, traced = _moving(agreement(model, layout, adapter=kind, adapts=adapts, sequence_length=512, **training))
+    planned, traced = moving(agreement(model, layout, adapter=kind, adapts=adapts, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.05 if kind == "lora" else 0.1)
 
 
@@ -671,7 +664,7 @@ def test_batched_experts_keep_every_tokens_state_as_it_came(recompute: str) -> N
     """In float32 under autocast, for each expert: a quarter of a layer that no plan had."""
     model = SMALL | LLAMA_4 | {"intermediate_size": 256, "head_dim": 128, "vocab_size": 16000}
     training = {"micro_batch_size": 1, "global_batch_size": 16, "activation_checkpointing": recompute}
-    planned, traced = _moving(agreement(model, {"data_replicate": 8}, **training))
+    planned, traced = moving(agreement(model, {"data_replicate": 8}, **training))
     assert planned == pytest.approx(traced, rel=0.05)
 
 
@@ -679,7 +672,7 @@ def test_batched_experts_are_cast_by_autocast_which_keeps_them_until_the_loss() 
     """Of few tokens: a third of what moves."""
     model = SMALL | LLAMA_4 | {"num_hidden_layers": 4, "intermediate_size": 1024, "head_dim": 128, "vocab_size": 16000}
     training = {"micro_batch_size": 1, "global_batch_size": 16, "activation_checkpointing": "full", "loss": "logits"}
-    planned, traced = _moving(agreement(model, {"data_replicate": 8}, sequence_length=256, **training))
+    planned, traced = moving(agreement(model, {"data_replicate": 8}, sequence_length=256, **training))
     assert planned == pytest.approx(traced, rel=0.05)
 
 
@@ -689,7 +682,7 @@ def test_a_frozen_stage_is_put_together_beside_what_it_was_gathered_into(kind: s
     model, training = SMALL | {"vocab_size": 128256}, {"activation_checkpointing": "full", "loss": "chunked"}
     layout = {"pipeline": 2, "context": 4}
     found = agreement(model, layout, adapter=kind, rank=7, sequence_length=512, global_batch_size=4, **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -704,7 +697,7 @@ def test_a_wide_experts_gate_is_differentiated_beside_all_that_it_reads(layout: 
     """Six tensors of the experts' width, of which four were planned."""
     model = SMALL | MIXTRAL | {"num_local_experts": 4, "intermediate_size": 11008, "vocab_size": 4000}
     training = {"micro_batch_size": 4, "global_batch_size": 32, "activation_checkpointing": "full"}
-    planned, traced = _moving(agreement(model, layout, **training))
+    planned, traced = moving(agreement(model, layout, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -714,7 +707,7 @@ def test_spread_experts_stay_gathered_where_that_is_stated(recompute: str) -> No
     model = SMALL | MIXTRAL | {"num_hidden_layers": 6, "intermediate_size": 2816, "vocab_size": 4000}
     layout = {"data_shard": 8, "expert": 2, "fsdp": {"reshard_after_forward": False}}
     training = {"micro_batch_size": 1, "global_batch_size": 32, "activation_checkpointing": recompute}
-    planned, traced = _moving(agreement(model, layout, sequence_length=512, **training))
+    planned, traced = moving(agreement(model, layout, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -730,7 +723,7 @@ def test_frozen_experts_that_no_rank_shares_are_read_where_they_are(kind: str, l
     model = SMALL | MIXTRAL | {"num_hidden_layers": 6, "intermediate_size": 2048, "vocab_size": 4000}
     training = {"micro_batch_size": 1, "global_batch_size": 32, "activation_checkpointing": "full"}
     adapts = {"targets": ("q_proj", "o_proj")}
-    planned, traced = _moving(agreement(model, layout, adapter=kind, adapts=adapts, sequence_length=512, **training))
+    planned, traced = moving(agreement(model, layout, adapter=kind, adapts=adapts, sequence_length=512, **training))
     a_stages = 3 * 16 / 4 * 3 * 1024 * 2048 * 2  # experts of two matrices in and one out, of which a rank has a quarter
     assert planned == pytest.approx(traced, abs=0.1 * a_stages)
 
@@ -739,7 +732,7 @@ def test_what_spread_experts_give_is_kept_in_its_tokens_order_alone() -> None:
     """What came from other ranks was kept as well, for its shape's sake: torch's `index_copy` saves its source."""
     training = {"micro_batch_size": 2, "global_batch_size": 16, "activation_checkpointing": "none"}
     for kind in (None, "qlora"):
-        planned, traced = _moving(agreement(WEIGHED_WIDE, SPREAD, adapter=kind, **training))
+        planned, traced = moving(agreement(WEIGHED_WIDE, SPREAD, adapter=kind, **training))
         assert planned == pytest.approx(traced, rel=0.03), kind
 
 
@@ -749,7 +742,7 @@ def test_every_stage_of_a_rank_makes_its_own_masks() -> None:
     layout = {"pipeline": 2, "pipeline_schedule": "interleaved_1f1b"}
     model = GPT2 | {"n_layer": 4, "vocab_size": 4000}
     found = agreement(model, layout, rank=1, sequence_length=4096, activation_checkpointing="selective", **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.05)
 
 
@@ -768,7 +761,7 @@ def test_of_few_micro_batches_all_are_there_before_any_gradients_sum_is(schedule
     model = SMALL | {"num_hidden_layers": 8, "vocab_size": 16000}
     training = {"micro_batch_size": 1, "global_batch_size": count, "activation_checkpointing": "none"}
     found = agreement(model, {"pipeline": 2, "pipeline_schedule": schedule}, rank=rank, **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.06)
 
 
@@ -778,14 +771,14 @@ def test_a_large_weights_gradient_stands_beside_its_sum_before_it_is_added(preci
     """Of few tokens the head's, which autocast widens first: two fifths of what moves."""
     model = SMALL | {"vocab_size": 128256}
     training = {"precision": precision, "activation_checkpointing": recompute, "loss": "logits", "micro_batch_size": 1}
-    planned, traced = _moving(agreement(model, {"data_replicate": 8}, sequence_length=256, **training))
+    planned, traced = moving(agreement(model, {"data_replicate": 8}, sequence_length=256, **training))
     assert planned == pytest.approx(traced, rel=0.05)
 
 
 def test_so_does_that_of_experts() -> None:
     model = SMALL | MIXTRAL | {"intermediate_size": 4096, "vocab_size": 4000}
     training = {"precision": "fp32", "activation_checkpointing": "full", "micro_batch_size": 2}
-    planned, traced = _moving(agreement(model, {"data_replicate": 8}, sequence_length=512, **training))
+    planned, traced = moving(agreement(model, {"data_replicate": 8}, sequence_length=512, **training))
     assert planned == pytest.approx(traced, rel=0.05)
 
 
@@ -794,7 +787,7 @@ def test_a_stages_logits_stay_beside_their_parts_gradients_and_what_these_become
     model = SMALL | {"vocab_size": 128256, "num_hidden_layers": 2}
     training = {"loss": "logits", "micro_batch_size": 12, "global_batch_size": 24, "activation_checkpointing": "full"}
     found = agreement(model, {"pipeline": 2}, rank=1, **training)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -804,7 +797,7 @@ def test_spread_experts_run_once_more_beside_their_sums_gradient() -> None:
     model = SMALL | MIXTRAL | {"intermediate_size": 4096, "vocab_size": 4000}
     layout = {"data_shard": 4, "tensor": 2, "expert": 2}
     training = {"micro_batch_size": 4, "global_batch_size": 16, "activation_checkpointing": "selective"}
-    planned, traced = _moving(agreement(model, layout, adapter="qlora", **training))
+    planned, traced = moving(agreement(model, layout, adapter="qlora", **training))
     assert planned == pytest.approx(traced, rel=0.06)
 
 
@@ -829,7 +822,7 @@ def test_fsdp_holds_its_last_parameters_gradient_alone(more: dict[str, Any], los
     A plan was a quarter too large of phi's, and a seventh too small of heads whose gradient chunks sum."""
     layout, few = {"data_replicate": 4, "context": 2}, SHORT | {"micro_batch_size": per_rank}
     found = agreement(ENDS | more, layout, loss=loss, global_batch_size=8 * per_rank, **few)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -870,7 +863,7 @@ def test_written_out_scores_meet_their_sinks_beside_all_that_products_gave(layou
     """Selective recomputation, in the forward pass: plans were a seventh too small."""
     few = {"micro_batch_size": 1, "activation_checkpointing": "selective", "global_batch_size": 16}
     sizes = {"vocab_size": 16000, "intermediate_size": 512, "num_hidden_layers": 4}
-    planned, traced = _moving(agreement(SMALL | OSS | sizes, layout, sequence_length=4096, documents=False, **few))
+    planned, traced = moving(agreement(SMALL | OSS | sizes, layout, sequence_length=4096, documents=False, **few))
     assert planned == pytest.approx(traced, rel=0.05)
 
 
@@ -885,7 +878,7 @@ WINDOWS = SMALL | {"model_type": "mistral", "sliding_window": 512, "vocab_size":
 def test_sequences_share_a_mask_of_windows(layout: dict[str, Any], recompute: str) -> None:
     """Layers are given one for all sequences; of cut ones kernels read one, too, and give their result whole."""
     few = {"micro_batch_size": 4, "activation_checkpointing": recompute, "global_batch_size": 64}
-    planned, traced = _moving(agreement(WINDOWS, layout, documents=False, sequence_length=4096, **few))
+    planned, traced = moving(agreement(WINDOWS, layout, documents=False, sequence_length=4096, **few))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -902,7 +895,7 @@ def test_cut_sequences_results_are_put_together_for_who_reads_them(model: dict[s
     few = {"micro_batch_size": 4, "activation_checkpointing": "none", "global_batch_size": 64}
     sizes = {"num_key_value_heads": 8, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 16000}
     found = agreement(SMALL | sizes | model, {"data_shard": 2, "context": 4}, adapter="lora", adapts=adapts, **few)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.035)
 
 
@@ -912,26 +905,30 @@ def test_autocast_leaves_a_sigmoids_weights_narrow(kind: str) -> None:
     fields = {"model_type": kind, "n_routed_experts": 8, "moe_intermediate_size": 256, "n_shared_experts": 1}
     model = ROWS | fields | {"head_dim": 128, "pad_token_id": 0, "max_position_embeddings": 4096}
     found = agreement(model, {"data_replicate": 8}, activation_checkpointing="full", global_batch_size=16)
-    planned, traced = _moving(found)
+    planned, traced = moving(found)
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "selective"])
-def test_qloras_experts_have_run_once_more_when_their_sum_is_differentiated(recompute: str) -> None:
-    """What they read is gone by then, as they are frozen; and attention's last product isn't kept before them. Plans
-    were a seventh too large."""
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_frozen_experts(recompute: str, adapter: str) -> None:
+    """QLoRA's have run once more when their sum is differentiated, and keep what they read until then; what LoRA's read
+    is in the hands of the code that makes their layer again. Plans were a seventh too large, and a sixteenth too small.
+    """
     few = {"micro_batch_size": 2, "activation_checkpointing": recompute, "global_batch_size": 16}
-    found = agreement(WEIGHED_NARROW, {"data_replicate": 8}, adapter="qlora", adapts={"targets": ("q_proj",)}, **few)
-    planned, traced = _moving(found)
-    assert planned == pytest.approx(traced, rel=0.05)
+    found = agreement(WEIGHED_NARROW, {"data_replicate": 8}, adapter=adapter, adapts={"targets": ("q_proj",)}, **few)
+    planned, traced = moving(found)
+    assert planned == pytest.approx(traced, rel=0.005)
 
 
-def test_a_models_first_norm_keeps_nothing_under_adapters() -> None:
-    """No gradient comes to what is before it: of few layers a tenth too much was planned."""
-    gemma = {"model_type": "gemma", "head_dim": 128, "vocab_size": 32000, "intermediate_size": 1024}
+@pytest.mark.parametrize("vocabulary", [4000, 32000], ids=["in the forward pass", "in the backward pass"])
+def test_a_models_first_norm_keeps_nothing_under_adapters(vocabulary: int) -> None:
+    """No gradient comes to what is before it: of few layers a tenth too much was planned. In the forward pass the
+    model's code has what the embedding gave."""
+    gemma = {"model_type": "gemma", "head_dim": 128, "vocab_size": vocabulary, "intermediate_size": 1024}
     few = {"micro_batch_size": 4, "activation_checkpointing": "none", "global_batch_size": 32}
-    planned, traced = _moving(agreement(SMALL | gemma, {"data_shard": 8}, adapter="lora", **few))
-    assert planned == pytest.approx(traced, rel=0.03)
+    planned, traced = moving(agreement(SMALL | gemma, {"data_shard": 8}, adapter="lora", **few))
+    assert planned == pytest.approx(traced, rel=0.01)
 
 
 def test_adapted_layers_that_are_computed_again_keep_nothing_in_their_forward_pass() -> None:
@@ -939,7 +936,7 @@ def test_adapted_layers_that_are_computed_again_keep_nothing_in_their_forward_pa
     sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 4, "vocab_size": 4000}
     layout = {"data_shard": 8, "fsdp": {"wrap": "size", "min_parameters": 300_000_000}}
     few = {"micro_batch_size": 2, "activation_checkpointing": "full", "global_batch_size": 16}
-    planned, traced = _moving(agreement(SMALL | sizes, layout, adapter="lora", **few))
+    planned, traced = moving(agreement(SMALL | sizes, layout, adapter="lora", **few))
     assert planned == pytest.approx(traced, rel=0.05)
 
 

@@ -69,6 +69,12 @@ def agreement(
     return cases.agreement(cases.Case("", job.model_copy(update={"data": data, "model": model}), rank))
 
 
+def moving(found: Any) -> tuple[float, float]:
+    """Activations and buffers, by formulas and by trace."""
+    planned, traced = (side["activations"] + side["buffers"] for side in (found.planned, found.traced))
+    return planned, traced
+
+
 def steps_of(job: JobSpec, *, world_size: int | None = None) -> tuple[StepTime, StepTime]:
     """A step on H100, (by the formulas, by the trace). InputError of jobs whose traces say too little for a time."""
     resolved = planner.resolve(job, world_size=world_size)

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.models.deferred_weights import WeightSource, source_of
 from trainer.models.packed_experts import num_packed, packed_matrices
+from trainer.models.replay import has_result
 from trainer.models.routers import is_router
 from trainer.models.sharded_source import Index
 from trainer.optimizers.build import local_tensor
@@ -150,6 +151,13 @@ class QuantizedLinear(nn.Module):
         return result if bias is None else result + bias.to(dtype)
 
 
+def _factor(codes: torch.Tensor, scales: torch.Tensor, ranges: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight; where the product's result is there already, one of its shape that nobody reads."""
+    if has_result():
+        return scales.new_zeros((), dtype=dtype).expand(codes.size(0), 2 * codes.size(1))
+    return dequantize(codes, scales, ranges, dtype)
+
+
 class _Product(torch.autograd.Function):
     """hidden @ weight.T; backward reads the weight anew, so that it is never kept in 16 or 32 bits."""
 
@@ -157,13 +165,14 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, ranges: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(codes, scales, ranges)
-        return functional.linear(hidden, dequantize(codes, scales, ranges, hidden.dtype))
+        # Not saved by torch: a layer that is computed again would go on to here, and read the weight, to save them.
+        ctx.stored = (codes, scales, ranges)
+        return functional.linear(hidden, _factor(codes, scales, ranges, hidden.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = gradients
-        codes, scales, ranges = ctx.saved_tensors
+        codes, scales, ranges = ctx.stored
         return gradient @ dequantize(codes, scales, ranges, gradient.dtype), None, None, None
 
 

@@ -1,8 +1,7 @@
 """Activations that are computed again in the backward pass: all of a block, or all but its expensive results."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.models.attention import varlen_operations
 from trainer.models.configuration import one_line
+from trainer.models.quantized import QuantizedLinear
+from trainer.models.replay import in_last_product, last_product, replay
 from trainer.optimizers.build import local_tensor
 from trainyard.errors import InputError
 
@@ -58,7 +59,7 @@ def checkpoint_activations(model: PreTrainedModel, blocks: Sequence[nn.Module], 
 
 
 def _selective_policy(_: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-    is_kept = operation in _KEPT_OPERATIONS and not _in_last_product.get() and not _drops(operation, args, named)
+    is_kept = operation in _KEPT_OPERATIONS and not in_last_product() and not _drops(operation, args, named)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -74,7 +75,7 @@ def _kept_contexts() -> tuple[AbstractContextManager[None], AbstractContextManag
     """For a block's first pass, and for the one that computes it again."""
     first, again = create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
     first.__class__ = Keeping  # which torch makes by itself, with arguments that differ between versions
-    return _uncounted(first), _uncounted(again)
+    return _uncounted(first), _replaying(_uncounted(again))
 
 
 class Keeping(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -131,8 +132,10 @@ class AllButKept(set[Any]):
         return operation not in _KEPT_OPERATIONS
 
 
-_in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False)
-"""Whether a block's last product is being computed."""
+@contextmanager
+def _replaying(context: AbstractContextManager[None]) -> Iterator[None]:
+    with replay(), context:
+        yield
 
 
 def _mark_last_product(block: nn.Module) -> None:
@@ -140,16 +143,16 @@ def _mark_last_product(block: nn.Module) -> None:
     it: keeping it would be for nothing, under tensor parallelism whole on each rank. Where something that needs it
     follows (the norm of Gemma 2 and 3 and OLMo 2), or the last by name is not the last to run, it is computed twice:
     time for memory, and never another number."""
-    products = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
+    products = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D | QuantizedLinear)]
     if not products:
         return
-    tokens: list[Token[bool]] = []
+    inside = ExitStack()
 
     def enter(*_: Any) -> None:
-        tokens.append(_in_last_product.set(True))
+        inside.enter_context(last_product())
 
     def leave(*_: Any) -> None:
-        _in_last_product.reset(tokens.pop())
+        inside.close()
 
     products[-1].register_forward_pre_hook(enter)
     products[-1].register_forward_hook(leave, always_call=True)
