@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from trainer.models import float8, quantized
+from trainer.models import float8, quantized, recomputation
 from trainer.models.build import build_model
 from trainer.models.recomputation import _kept_contexts
 from trainer_testing.families import FAMILIES
@@ -109,6 +109,28 @@ def test_the_planner_counts_a_last_product_again_where_torch_computes_it_again(
     assert rank._stops_before_last is (name in ONCE)
 
 
+def four_bit_gradients(sources: Path, recompute: str, targets: list[str]) -> list[torch.Tensor | None]:
+    """Of a QLoRA's adapters, none of which is zero."""
+    adapter = {"rank": 4, "kind": "qlora", "targets": targets}
+    job = tiny_job(
+        "single", 1, activation_checkpointing=recompute, source=str(source_of(sources, "Llama")), adapter=adapter
+    )
+    model = build_model(job, vocab_size=VOCAB_SIZE).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
+    tokens = torch.arange(TOKENS)[None]
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return [one.grad for one in trained]
+
+
+def test_a_product_whose_result_was_not_kept_is_no_number(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever operation a later torch makes it: not one of a weight that nobody read."""
+    monkeypatch.setattr(recomputation, "_KEPT_OPERATIONS", frozenset())
+    gradients = four_bit_gradients(sources, "selective", ["down_proj"])
+    assert all(one is not None and one.isnan().all() for one in gradients)
+
+
 @pytest.mark.parametrize("targets", [["q_proj"], ["down_proj"]])
 def test_weights_of_four_bits_are_read_again_for_products_that_are_computed_again(
     targets: list[str], sources: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,19 +146,9 @@ def test_weights_of_four_bits_are_read_again_for_products_that_are_computed_agai
     monkeypatch.setattr(quantized, "dequantize", counted)
     numbers, gradients = {}, {}
     for recompute in ("none", "selective", "full"):
-        adapter = {"rank": 4, "kind": "qlora", "targets": targets}
-        job = tiny_job(
-            "single", 1, activation_checkpointing=recompute, source=str(source_of(sources, "Llama")), adapter=adapter
-        )
-        model = build_model(job, vocab_size=VOCAB_SIZE).train()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
-        tokens = torch.arange(TOKENS)[None]
         reads.clear()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients[recompute] = four_bit_gradients(sources, recompute, targets)
         numbers[recompute] = len(reads)
-        gradients[recompute] = [one.grad for one in model.parameters() if one.requires_grad]
     assert numbers["selective"] == numbers["none"]
     again = 7 if targets == ["down_proj"] else 6
     assert numbers["full"] == numbers["none"] + LAYERS * again

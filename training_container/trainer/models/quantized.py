@@ -152,9 +152,10 @@ class QuantizedLinear(nn.Module):
 
 
 def _factor(codes: torch.Tensor, scales: torch.Tensor, ranges: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight; where the product's result is there already, one of its shape that nobody reads."""
+    """The weight; where the product's result is there already, one of its shape that nobody reads: if anybody did, by
+    an operation whose results are not kept, no number would come of it."""
     if has_result():
-        return scales.new_zeros((), dtype=dtype).expand(codes.size(0), 2 * codes.size(1))
+        return scales.new_full((), float("nan"), dtype=dtype).expand(codes.size(0), 2 * codes.size(1))
     return dequantize(codes, scales, ranges, dtype)
 
 
