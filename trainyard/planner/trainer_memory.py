@@ -456,11 +456,11 @@ class _Step:
             gradients,
         )
         if layers.reading_experts_bytes:
-            # The experts have run once more, from weights that are read anew, when their sum is differentiated: there
-            # is what they gave, and their blocks. Nothing needs what they read, as they are frozen.
-            again = layers.rows_bytes + 3 * layers.expert_product_bytes
-            run = max(layers.reading_experts_bytes, layers.read_experts_bytes + again)
-            yield Moment(others + whole + above + weighing + run, 0.0, self._weights_and_gradients(number, 0.0, before))
+            # The experts have run once more, from weights that are read anew beside what came to their sum, when it is
+            # differentiated: there is what they gave, and their blocks. Nothing needs what they read: they are frozen.
+            run = layers.rows_bytes + 3 * layers.expert_product_bytes
+            run = max(layers.weighed_bytes + layers.reading_experts_bytes, weighing + layers.read_experts_bytes + run)
+            yield Moment(others + whole + above + run, 0.0, self._weights_and_gradients(number, 0.0, before))
         last = self._experts * self._last_share
         yield self._moment(
             others + whole + above + self._gating() + self._adding(last),
