@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trainer.export import Export, export
+from trainer.models import quantized
 from trainer.models.build import build_model, outline_model, transformer_blocks
 from trainer.models.deferred_weights import StoredWeights, fill, source_of
 from trainer.models.described import describe_model
@@ -85,6 +88,34 @@ def test_a_part_quantizes_to_the_part_of_the_whole(weight: torch.Tensor) -> None
     columns = slice(256, 512)  # what a rank of four has of a row-wise matrix
     part = dequantize(codes[:, 128:256], scales[:, 4:8], ranges, torch.float32)
     assert torch.equal(part, read(weight)[:, columns])
+
+
+class Made(TorchDispatchMode):
+    """Elements of each tensor that an operation makes inside, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in given:
+            self.num_elements.append(result.numel())
+        return result
+
+
+def test_a_weight_is_read_some_rows_at_a_time(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = torch.stack([weight, -weight])
+    stored, whole = quantize(experts), read(experts)
+    monkeypatch.setattr(quantized, "_READ_ELEMENTS", 10 * ROW)
+    with Made() as made:
+        again = dequantize(*stored, torch.float32)
+    assert torch.equal(again, whole)
+    first, second, *_ = sorted(made.num_elements, reverse=True)
+    assert (first, second) == (experts.numel(), 10 * ROW), "the result, and some rows"
 
 
 def quantized_linear(weight: torch.Tensor, bias: torch.Tensor) -> QuantizedLinear:

@@ -32,6 +32,9 @@ FUSED_NORMS = ("rms", "rms_wide", "rms_fp32")
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
 
+READ_ELEMENTS = 1 << 23
+"""Weights that are read from four bits at a time (`models/quantized.py` of the trainer)."""
+
 DELTA_HEAD_BYTES = 40
 """Of a token and head of a delta rule's values: its rate, its decay and what they are made of, mostly in fp32."""
 
@@ -239,16 +242,19 @@ class TrainerLayers:
 
     @property
     def reading_block_bytes(self) -> float:
-        """QLoRA: while a weight of the feed-forward block is read from four bits, two values of each, in the type of
-        the product."""
+        """QLoRA: while a weight of the feed-forward block is read from four bits."""
         shape = self.shape
         widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn)
-        return 2 * self.element * shape.hidden * widest / self.layout.tensor * (self.layout.method == "qlora")
+        return self._reading(shape.hidden * widest / self.layout.tensor) * (self.layout.method == "qlora")
+
+    def _reading(self, weights: float) -> float:
+        """Bytes of so many in the type of the product, and beside the last of them their codes, and what these give."""
+        return self.element * weights + (self.element + 2) * min(weights, READ_ELEMENTS)
 
     @property
     def reading_experts_bytes(self) -> float:
-        """The same of a layer's experts, which are read all at once: those in, then those out beside them."""
-        return 4 / 3 * self.read_experts_bytes
+        """The same of a layer's experts, which are read all at once."""
+        return self._reading(self.read_experts_bytes / self.element)
 
     @property
     def read_experts_bytes(self) -> float:

@@ -52,6 +52,10 @@ NF4 = (
 _CHUNK_ELEMENTS = 1 << 24
 """Weights quantized at once: the float32 copies of a whole embedding-sized matrix would not fit beside it."""
 
+_READ_ELEMENTS = 1 << 23
+"""Weights read at once, beside what is made of them all: of a mixture's layer they would be as many again. Of fewer a
+GPU waits for the launches."""
+
 
 @torch.no_grad()
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,11 +91,24 @@ def _scales_of(scales: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, ranges: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `quantize` took, about: (..., rows, row). Multiplied in `dtype`, for half the memory traffic in bf16."""
+    """What `quantize` took, about: (..., rows, row). Multiplied in `dtype`, for half the memory traffic in bf16; some
+    rows at a time, whose codes and values are there beside the result."""
     values = torch.tensor(NF4, dtype=dtype, device=codes.device)
     pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)  # one look-up a byte
-    weights = pairs.index_select(0, codes.flatten().int()).view(*scales.shape, -1)
-    return (weights * _scales_of(scales, ranges).to(dtype).unsqueeze(-1)).flatten(-2)
+    result = torch.empty((*codes.shape[:-1], 2 * codes.size(-1)), dtype=dtype, device=codes.device)
+    num_rows = max(1, _READ_ELEMENTS // result.size(-1))
+    parts = (part.flatten(end_dim=-2).split(num_rows) for part in (codes, scales, ranges))
+    written = result.flatten(end_dim=-2).split(num_rows)
+    for some_codes, some_scales, some_ranges, rows in zip(*parts, written, strict=True):
+        factors = _scales_of(some_scales, some_ranges).to(dtype).unsqueeze(-1)
+        _write_products(pairs, some_codes, factors, rows)
+    return result
+
+
+def _write_products(pairs: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor) -> None:
+    """Of those of one part of a weight; nothing but `rows` is left of it."""
+    blocks = pairs.index_select(0, codes.flatten().int()).view(*factors.shape[:-1], -1)
+    torch.mul(blocks, factors, out=rows.view_as(blocks))
 
 
 PARTS = ("codes", "scales", "ranges")
