@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from trainer_testing.agreement import STATIC, agreement
+from trainer_testing.agreement import STATIC, agreement, moving
 
 from trainyard.planner.older_families import OLDER_READERS
 
@@ -45,12 +45,6 @@ def _agreement(
 QUICK = sorted(MODELS)[::4]
 
 
-def _moving(found: Any) -> tuple[float, float]:
-    """Activations and buffers together, planned and traced: two moments of a step are often as dear."""
-    planned, traced = (side["activations"] + side["buffers"] for side in (found.planned, found.traced))
-    return planned, traced
-
-
 def test_every_family_is_tried() -> None:
     assert {name.partition("-")[0] for name in MODELS} == set(OLDER_READERS)
 
@@ -72,13 +66,13 @@ def test_closed_form_and_trace_agree(name: str) -> None:
     ],
 )
 def test_so_they_do_where_a_job_asks_for_attention_that_is_written_out(name: str, stated: dict[str, Any]) -> None:
-    planned, traced = _moving(_agreement(name, attention="eager", stated=stated))
+    planned, traced = moving(_agreement(name, attention="eager", stated=stated))
     assert planned == pytest.approx(traced, rel=ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt2"])
 def test_so_they_do_where_autocast_widens_a_softmax_that_the_model_has_narrow(name: str) -> None:
-    planned, traced = _moving(_agreement(name, {"data_replicate": 8}, attention="eager"))
+    planned, traced = moving(_agreement(name, {"data_replicate": 8}, attention="eager"))
     assert planned == pytest.approx(traced, rel=ACTIVATIONS)
 
 
@@ -86,5 +80,5 @@ def test_so_they_do_where_autocast_widens_a_softmax_that_the_model_has_narrow(na
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_so_they_do_where_layers_are_computed_again(name: str, recompute: str) -> None:
-    planned, traced = _moving(_agreement(name, recompute=recompute))
+    planned, traced = moving(_agreement(name, recompute=recompute))
     assert planned == pytest.approx(traced, rel=RECOMPUTED)

@@ -49,7 +49,8 @@ CAST_WEIGHT: Kernels = (2, 3)
 """Of a product under autocast: its weight, and its input; backward their gradients."""
 
 UNPACKED, ADAPTED, GATHERED = 9, (4.0, 5.0), (4, 4)
-"""Of a four-bit weight, in either pass; of an adapter beside a product; of what tensor ranks gather, a layer."""
+"""Of a four-bit weight, in either pass (six more for each 16M weights after the first are left out); of an adapter
+beside a product; of what tensor ranks gather, a layer."""
 
 OF_CONTEXT, OF_CONTEXT_RANK = (9, 11), 2
 """Of a layer whose keys and values come from other ranks: put in order, repeated, attended to in two pieces; and more
@@ -226,7 +227,7 @@ class LayerLaunches:
             return 0.0
         if self.layout.recompute == "full":
             return forward - NOT_AGAIN * layers
-        # Products are kept, the last of each block too, and attention's kernels; experts' are made again.
+        # Products are kept (the last of each block ends it), and attention's kernels; experts' are made again.
         last_products, attention_kernels = 2 * layers, layers
         products = shape.num_attentions * (1 if shape.fused_qkv else 3) + last_products
         products += shape.num_mlps * (1 + shape.gated_mlp)

@@ -294,7 +294,9 @@ class _Rank(Operators):
         shape, layout = self.shape, self.layout
         outputs = MLP_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else MLP_OUTPUTS
         is_adapted = layout.method != "full" and not outputs.isdisjoint(layout.lora_targets)
-        is_narrow = layout.precision == "fp8" and layout.library == "trainyard"
+        # Of others' QLoRA it is not known.
+        is_ours = layout.library == "trainyard"
+        is_narrow = layout.precision == "fp8" if is_ours else layout.method == "qlora"
         is_read = shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout or layout.dropout
         stops = not (is_adapted or is_narrow or is_read)
         return stops and self._has_torchs_checkpoints and layout.year >= EARLY

@@ -6,6 +6,7 @@ code. All in bytes of one micro-batch. "Whole" tensors are not split by tensor p
 they read.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +33,7 @@ FUSED_NORMS = ("rms", "rms_wide", "rms_fp32")
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
 
-READ_ELEMENTS = 1 << 23
+READ_ELEMENTS = 1 << 24
 """Weights that are read from four bits at a time (`models/quantized.py` of the trainer)."""
 
 DELTA_HEAD_BYTES = 40
@@ -247,9 +248,29 @@ class TrainerLayers:
         widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn)
         return self._reading(shape.hidden * widest / self.layout.tensor) * (self.layout.method == "qlora")
 
+    @property
+    def reading_bytes(self) -> float:
+        """QLoRA: the same of a layer's widest weight, be it attention's, or both that a gate and what it gates are read
+        from."""
+        shape = self.shape
+        queries = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim * shape.fused_qkv
+        delta = shape.delta_projected * (shape.delta_layers > 0)
+        first = shape.ffn * (1 + shape.whole_gate_up) * (shape.num_mlps > 0)
+        widest = max(first, shape.shared_ffn, queries, shape.value_dim, delta)
+        return self._reading(shape.hidden * widest / self.layout.tensor) * (self.layout.method == "qlora")
+
+    @property
+    def reads_last_again(self) -> bool:
+        """QLoRA: whether a layer that is made again ends with its last product, whose weight is read for it: a norm or
+        dropout reads what it gives; or its adapter's matrices come after it, whose product selection keeps."""
+        if self.layout.method != "qlora" or self.layout.recompute == "none" or self.stops_before_reading:
+            return False
+        return self.layout.recompute == "full" or not self.adapts_last
+
     def _reading(self, weights: float) -> float:
         """Bytes of so many in the type of the product, and beside the last of them their codes, and what these give."""
-        return self.element * weights + (self.element + 2) * min(weights, READ_ELEMENTS)
+        num_parts = max(1, math.ceil(weights / READ_ELEMENTS))
+        return self.element * weights + (self.element + 2) * weights / num_parts
 
     @property
     def reading_experts_bytes(self) -> float:

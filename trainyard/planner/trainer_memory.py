@@ -278,7 +278,7 @@ class _Step:
 
     def _in_forward(self) -> Iterator[Moment]:
         """Of adapters, whose backward pass makes next to no gradients: a unit that is put together beside what the one
-        before it was gathered into, and its last layer's feed-forward block, where QLoRA reads its widest weight."""
+        before it was gathered into, and its last layer's feed-forward block."""
         layers, units = self._layers, self._units
         mask = layers.given_mask_bytes * (self._layout.recompute == "none")
         for number in units.dearest_in_forward:
@@ -357,7 +357,7 @@ class _Step:
         if layers.is_frozen and self._layout.recompute != "none":
             # Made again: gate and up, or what is activated, and as many tensors on the way to the last product's input.
             block = (4 if self._shape.gated_mlp else 2) * layers.product_bytes
-            if self._layout.recompute == "full" and not layers.stops_before_reading:
+            if layers.reads_last_again:
                 block = max(block, block - layers.product_bytes + layers.reading_block_bytes)
             if self._layout.recompute == "full" and "gate_up_proj" in self._layout.lora_targets:
                 block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
@@ -367,6 +367,9 @@ class _Step:
             # What came to the last product's input already; or what came to the layer, scaled for that one's adapter.
             again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * layers.adapts_last
             yield self._moment(others + again, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
+        if layers.reading_bytes:
+            reading = layers.attention_half_bytes + above + layers.block_frame_bytes + layers.reading_bytes
+            yield self._moment(others + reading, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
         # Both products that read a norm's output give it a gradient; the residual's stands beside them.
         after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
         after_block += layers.product_bytes if self._shape.gated_mlp else above - layers.input_bytes

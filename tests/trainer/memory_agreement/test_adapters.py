@@ -7,9 +7,11 @@ made again or goes back, is what decides with full recomputation, short sequence
 from typing import Any
 
 import pytest
+from trainer.models import quantized
 from trainer_testing.agreement import agreement, moving
 
 from memory_agreement.test_found import GPT2, ROWS, WEIGHED_NARROW, WEIGHED_WIDE
+from trainyard.planner import trainer_layers
 
 ATTENTION, LAST, FIRST = ("q_proj", "o_proj"), ("q_proj", "down_proj"), ("gate_proj", "up_proj")
 DENSE = ROWS | {"vocab_size": 1000, "head_dim": 128}
@@ -25,10 +27,29 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[tuple[str, ...], ...]]] = {
     "experts, weighed in fp32": (WEIGHED_WIDE | {"vocab_size": 1000}, (("q_proj",), ("o_proj",))),
     "gpt2": (GPT2 | {"n_embd": 4096, "n_head": 32, "vocab_size": 1000}, (("c_attn",), ("c_proj",))),
 }
+WIDE_ATTENTION = DENSE | {"model_type": "qwen3", "num_attention_heads": 64, "intermediate_size": 2816}
+PHI3 = MODELS["one product"][0] | {"intermediate_size": 14336}
 NEAR = {"gpt2": 0.04}
 """Whose activation is written out; of all others 0.03."""
 COPIES = {"data_replicate": 8}
 QUICK = (("llama", LAST), ("norms written out", ATTENTION), ("experts, weighed in fp32", ("q_proj",)))
+
+
+def test_the_trainer_reads_as_many_weights_at_a_time_as_are_planned() -> None:
+    assert trainer_layers.READ_ELEMENTS == quantized._READ_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [(WIDE_ATTENTION, ("o_proj",)), (PHI3, ("qkv_proj",))],
+    ids=["attention", "gate and block"],
+)
+def test_the_widest_weight_is_read_from_four_bits(model: dict[str, Any], targets: tuple[str, ...]) -> None:
+    """Of few tokens nothing else counts: wide attention's, or both products that are one."""
+    few = {"micro_batch_size": 1, "activation_checkpointing": "full", "global_batch_size": 8, "sequence_length": 256}
+    found = agreement(model, COPIES, adapter="qlora", adapts={"targets": targets}, **few)
+    planned, traced = moving(found)
+    assert planned == pytest.approx(traced, rel=0.1)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
