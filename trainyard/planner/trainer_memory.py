@@ -326,7 +326,8 @@ class _Step:
         is_whole = self._layout.recompute == "none"
         num_last = 1 + layers.adapts_last * (1 + is_whole)
         activated = layers.product_bytes * (self._shape.gated_mlp or not is_whole)
-        last = max(activated, layers.reading_block_bytes, num_last * layers.whole_hidden_bytes)
+        made = layers.whole_hidden_bytes * (layers.adapts_last and not is_whole)  # kept once its weight has been read
+        last = max(activated, layers.reading_block_bytes - made, num_last * layers.whole_hidden_bytes)
         if is_whole:
             there = layers.whole_bytes - layers.mlp_norm_output_bytes + held * layers.has_norm_copies
             gated = layers.product_bytes * (not layers.keeps_block_result)
