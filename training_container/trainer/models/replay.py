@@ -1,7 +1,7 @@
 """Which products of a block that is computed again are taken from what its first pass kept, not computed."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 _is_replay: ContextVar[bool] = ContextVar("is_replay", default=False)
@@ -9,23 +9,22 @@ _is_last_product: ContextVar[bool] = ContextVar("is_last_product", default=False
 
 
 @contextmanager
-def replay() -> Iterator[None]:
+def _inside(variable: ContextVar[bool]) -> Iterator[None]:
+    token = variable.set(True)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def replay() -> AbstractContextManager[None]:
     """Inside, a block is computed again whose products were kept."""
-    token = _is_replay.set(True)
-    try:
-        yield
-    finally:
-        _is_replay.reset(token)
+    return _inside(_is_replay)
 
 
-@contextmanager
-def last_product() -> Iterator[None]:
+def last_product() -> AbstractContextManager[None]:
     """Inside, a block's last product is computed, which is not kept."""
-    token = _is_last_product.set(True)
-    try:
-        yield
-    finally:
-        _is_last_product.reset(token)
+    return _inside(_is_last_product)
 
 
 def in_last_product() -> bool:
@@ -34,5 +33,5 @@ def in_last_product() -> bool:
 
 
 def has_result() -> bool:
-    """Whether a product that is asked for now was kept, so that nobody reads its factors."""
+    """Whether a product that is computed now was kept, and gives its result whatever its factors are."""
     return _is_replay.get() and not _is_last_product.get()
