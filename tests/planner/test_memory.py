@@ -22,9 +22,9 @@ from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import PARTS, memory, state_bytes, workspace_bytes
 from trainyard.planner.predict import understand
+from trainyard.planner.quantized_reads import four_bit_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import step_time
-from trainyard.planner.trainer_layers import TrainerLayers
 
 GPT = ModelShape(
     layers=12, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64, vocab=50304, gated_mlp=False,
@@ -394,8 +394,7 @@ def test_a_deferred_head_keeps_logits_gradients_and_a_short_last_stage_fewer_par
 def test_four_bit_weights_are_counted_as_the_trainer_stores_them(row: int) -> None:
     """QLoRA's base: codes, a byte a block's scale, and eight a row, of which an eighth is a whole number of blocks."""
     blocks = next(row // size for size in (64, 32, 16, 8, 4, 2) if row % (8 * size) == 0)
-    layers = TrainerLayers(GPT, Layout(method="qlora", library="trainyard"))
-    assert layers.four_bit_bytes(row) * row == pytest.approx(row / 2 + blocks + 8)
+    assert four_bit_bytes(row) * row == pytest.approx(row / 2 + blocks + 8)
 
 
 def test_queries_without_a_bottleneck_are_projected_at_once() -> None:

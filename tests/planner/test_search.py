@@ -13,12 +13,13 @@ from trainyard.errors import InputError
 from trainyard.hardware import PriceBook, instance
 from trainyard.planner import plan, resolve, search
 from trainyard.planner.candidates import Rules, complexity_of, layouts, split_of
-from trainyard.planner.configurations import SAME_SPEED, verdict_of
-from trainyard.planner.reading import layout_of, machines_of, required_shape
+from trainyard.planner.configurations import SAME_SPEED, fits_both, host_of, verdict_of
+from trainyard.planner.layout import Layout
+from trainyard.planner.reading import Machines, layout_of, machines_of, required_shape
 from trainyard.planner.render_search import render_search
 from trainyard.planner.results import Option, Search
 from trainyard.planner.scaling import scaling
-from trainyard.planner.search import _fastest_to_run, _Fitting, fastest, front_of
+from trainyard.planner.search import _fastest_to_run, _Fitting, _Searched, fastest, front_of
 from trainyard.spec.base import apply_overrides, parse
 from trainyard.spec.job import BudgetSpec, JobSpec, ParallelismSpec
 
@@ -87,6 +88,27 @@ def test_nobody_on_the_front_is_beaten_and_everybody_off_it_is(job: MakeJob) -> 
     for item in options:
         assert item.on_front is not any(beats(other, item) for other in options if other is not item)
     assert front_of([]) == []
+
+
+@pytest.mark.parametrize("adapter", ["qlora", None])
+def test_what_is_passed_over_unreckoned_would_not_have_fitted(
+    job: MakeJob, adapter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios = []
+
+    def compared(looked: _Searched, asked: JobSpec, layout: Layout, machines: Machines) -> bool:
+        least, whole = looked.formulas.least_memory, looked._use(layout)
+        assert least is not None
+        ratios.append(least(layout).needed / whole.needed)
+        return fits_both(whole, host_of(asked, layout, machines, looked.formulas), machines.instance) is True
+
+    spec = job(model={"source": "mixtral-8x7b"} if adapter is None else {"adapter": {"kind": adapter}})
+    found = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
+    monkeypatch.setattr(_Searched, "_fits", compared)
+    same = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
+    assert max(ratios) < 1 and len(ratios) > 100
+    assert same.model_copy(update={"num_estimates": found.num_estimates}) == found
+    assert same.num_estimates > found.num_estimates, "else nothing was passed over"
 
 
 @pytest.mark.slow

@@ -592,6 +592,7 @@ def size_of_unknown(name: str) -> float | None:
     return None if meant and has_size(meant[0], sizes[0]) else sizes[0]
 
 
+@functools.lru_cache(maxsize=1024)
 def known_name(name: str) -> str | None:
     """The known model that a hub id, an S3 prefix or a folder speaks of, e.g. `s3://x/Meta-Llama-3.1-70B-Instruct`.
 

@@ -18,7 +18,7 @@ from trainyard.planner.convolutions import (
 from trainyard.planner.families import config_from_source
 from trainyard.planner.goodput import Saved
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Memory, memory, rank_memory
+from trainyard.planner.memory import Memory, least_memory, memory, rank_memory
 from trainyard.planner.money import saved_of, saved_params
 from trainyard.planner.reading import required_shape
 from trainyard.planner.shapes import ModelShape
@@ -58,6 +58,8 @@ class Formulas:
     """Factor of the 80% interval of a step's time."""
     notes: tuple[str, ...] = ()
     """What a plan must say of them."""
+    least_memory: Callable[[Layout], Memory] | None = None
+    """No more than `memory`, and quickly there: of models whose layout can be chosen, among many."""
 
 
 def formulas_of(job: JobSpec) -> Formulas:
@@ -85,6 +87,7 @@ def _language(job: JobSpec) -> Formulas:
         units_per_sample=length,
         flops_per_sample=shape.flops_per_token(length, is_frozen=job.model.adapter is not None) * length,
         memory=lambda layout: memory(shape, layout),
+        least_memory=lambda layout: least_memory(shape, layout),
         rank_memory=lambda layout, place: rank_memory(shape, layout, place),
         step=lambda layout, device, links: step_time(shape, layout, device, links),
         spread=lambda layout, device: time_spread(shape, layout, device),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from trainyard.planner.adapters import MLP_INPUTS, MLP_OUTPUTS
 from trainyard.planner.layout import Layout
+from trainyard.planner.quantized_reads import num_parts
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage
 from trainyard.planner.trainer_layers import DELTA_CHUNK, LOSS_PART_TOKENS, TrainerLayers
@@ -48,9 +49,11 @@ EXCHANGED: Kernels = (26, 9)
 CAST_WEIGHT: Kernels = (2, 3)
 """Of a product under autocast: its weight, and its input; backward their gradients."""
 
-UNPACKED, ADAPTED, GATHERED = 9, (4.0, 5.0), (4, 4)
-"""Of a four-bit weight, in either pass (six more for each 16M weights after the first are left out); of an adapter
-beside a product; of what tensor ranks gather, a layer."""
+UNPACKED, UNPACKED_PART = 3, 6
+"""Of a four-bit weight, in either pass; and of each part in which it is read."""
+
+ADAPTED, GATHERED = (4.0, 5.0), (4, 4)
+"""Of an adapter beside a product; of what tensor ranks gather, a layer."""
 
 OF_CONTEXT, OF_CONTEXT_RANK = (9, 11), 2
 """Of a layer whose keys and values come from other ranks: put in order, repeated, attended to in two pieces; and more
@@ -98,6 +101,11 @@ def times(number: float, kernels: Kernels) -> Kernels:
     return number * kernels[0], number * kernels[1]
 
 
+def _unpacked(weights: float) -> float:
+    """Kernels that read one matrix of so many."""
+    return UNPACKED + UNPACKED_PART * num_parts(weights)
+
+
 @dataclass(frozen=True)
 class LayerLaunches:
     """Of one micro-batch."""
@@ -128,7 +136,8 @@ class LayerLaunches:
         if shape.kv_lora_rank:
             into = 4 if shape.q_lora_rank else 3
         parts = [CORE, self._norms(shape.norms_per_layer if shape.parallel_residual else self._norms_a_block)]
-        parts.append(self._products(into + 1, into, (1 if shape.fused_qkv else 3) * shape.qkv_bias + shape.output_bias))
+        biases = (1 if shape.fused_qkv else 3) * shape.qkv_bias + shape.output_bias
+        parts.append(self._products(into + 1, into, biases, self._layers.reads.mixing_weights))
         if shape.kv_lora_rank:
             parts.append(LATENT_OF_BOTH if shape.q_lora_rank else LATENT)
             parts.append(times(1 + (shape.q_lora_rank > 0), NORM.get(self._layers.inner_norm, (1, 1))))
@@ -155,9 +164,8 @@ class LayerLaunches:
     def _mlp(self) -> Kernels:
         shape, into = self.shape, 1 + self.shape.gated_mlp
         function = GATED if shape.gated_mlp else total(UNGATED, times(3 * (shape.activation_tensors > 1), (1, 2)))
-        return total(
-            function, self._products(into + 1, into, (into + 1) * shape.mlp_bias), self._adapters(is_of_block=True)
-        )
+        products = self._products(into + 1, into, (into + 1) * shape.mlp_bias, self._layers.reads.block_weights)
+        return total(function, products, self._adapters(is_of_block=True))
 
     def _routed(self) -> Kernels:
         """Router, experts and the shared one, with their norms."""
@@ -180,14 +188,15 @@ class LayerLaunches:
         kind = self._layers.half_norm
         return times(number, NORM.get(kind, (1, 1)))
 
-    def _products(self, number: float, into: float, biases: float) -> Kernels:
-        """So many, `into` of them of one input, whose gradients are added up."""
+    def _products(self, number: float, into: float, biases: float, weights: float) -> Kernels:
+        """So many, `into` of them of one input, whose gradients are added up; `weights`: of the widest."""
         backward = (1 if self._layers.is_frozen else 2) * number + into - 1
         found = number, backward + (0 if self._layers.is_frozen else biases)
         if self._layers.is_autocast and not self._layers.is_frozen:
             found = total(found, times(number, CAST_WEIGHT))
         if self.layout.method == "qlora":
-            found = total(found, times(number, (UNPACKED, UNPACKED)))
+            read = _unpacked(weights)
+            found = total(found, times(number, (read, read)))
         return found
 
     def _adapters(self, *, is_of_block: bool) -> Kernels:
@@ -228,10 +237,13 @@ class LayerLaunches:
         if self.layout.recompute == "full":
             return forward - NOT_AGAIN * layers
         # Products are kept (the last of each block ends it), and attention's kernels; experts' are made again.
-        last_products, attention_kernels = 2 * layers, layers
-        products = shape.num_attentions * (1 if shape.fused_qkv else 3) + last_products
-        products += shape.num_mlps * (1 + shape.gated_mlp)
-        unpacked = UNPACKED * products if self.layout.method == "qlora" else 0.0
+        attention_kernels = layers
+        mixing = shape.num_attentions * (1 if shape.fused_qkv else 3) + layers
+        blocks = shape.num_mlps * (1 + shape.gated_mlp) + layers
+        products, unpacked = mixing + blocks, 0.0
+        if self.layout.method == "qlora":
+            reads = self._layers.reads
+            unpacked = mixing * _unpacked(reads.mixing_weights) + blocks * _unpacked(reads.block_weights)
         return forward - products - attention_kernels - unpacked
 
     @property

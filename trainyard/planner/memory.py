@@ -35,7 +35,7 @@ from trainyard.planner.stages import (
     vocabulary_split,
 )
 from trainyard.planner.trainer_layers import TrainerLayers
-from trainyard.planner.trainer_memory import gradients_come_late, worst_moment
+from trainyard.planner.trainer_memory import gradients_come_late, least_kept, worst_moment
 
 SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
 """torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
@@ -238,6 +238,24 @@ def memory(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAU
     if layout.rank != "worst":
         asked = asked[:1] if layout.rank == "first" else asked[-1:]
     return max((_stage_memory(shape, layout, stage, constants) for stage in asked), key=lambda item: item.allocated)
+
+
+def least_memory(shape: ModelShape, layout: Layout) -> Memory:
+    """No more than `memory` of our own trainer, for a small part of its work: the first rank's state, and what its
+    layers keep. A search asks for the rest where this fits."""
+    stage = stages(shape, layout)[0]
+    shape = part_of(shape, layout, stage)
+    parameters, gradients, optimizer = _state(shape, layout, stage, stage_params(shape, layout, stage))
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=least_kept(shape, layout, stage),
+        logits=0.0,
+        buffers=0.0,
+        workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
+        late_gradients=gradients if gradients_come_late(layout) else 0.0,
+    )
 
 
 def rank_memory(shape: ModelShape, layout: Layout, place: int, constants: MemoryConstants = DEFAULT_MEMORY) -> Memory:

@@ -454,6 +454,9 @@ class _Searched:
 
     def _fits(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
         host = host_of(job, layout, machines, self.formulas)
+        least = self.formulas.least_memory
+        if least is not None and layout not in self._memory and not fits_both(least(layout), host, machines.instance):
+            return False
         return fits_both(self._use(layout), host, machines.instance) is True
 
     def _priced(self, job: JobSpec, machines: Machines, best: _Fitting) -> Option:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
-from trainyard.planner.adapters import MLP_OUTPUTS
+from trainyard.planner.adapters import reads_last_product
 from trainyard.planner.communication import (
     EFA,
     PCIE_BYTES_PER_SECOND,
@@ -49,9 +49,6 @@ from trainyard.planner.updates import update_seconds
 UNPACKED_BYTES = 7.9
 """Of a four-bit weight that our own trainer reads, in torch's operations (`models/quantized.py`): a look-up of two
 values at a time, and their scales; as a dry run counts them."""
-
-ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj"})
-"""Last products, as MLP_OUTPUTS are, of layers that are attention or a state space model alone."""
 
 
 @dataclass(frozen=True)
@@ -285,20 +282,14 @@ class _Rank(Operators):
     def _stops_before_last(self) -> bool:
         """Whether full recomputation leaves out a layer's last product.
 
-        torch's checkpoints compute again until the last tensor is there that the backward pass asks for. Of four norms
-        a layer the last one reads the last product; dropout keeps its mask, and an adapter what lies between its two
-        matrices, after the product beside it; products of eight bits keep what they read when they are done
-        (tests/trainer/test_recomputation.py counts them all in our own trainer; in torchtitan's compiled FP8 nobody
-        has).
+        torch's checkpoints compute again until the last tensor is there that the backward pass asks for; products of
+        eight bits keep what they read when they are done (tests/trainer/test_recomputation.py counts them all in our
+        own trainer; in torchtitan's compiled FP8 nobody has).
         """
         shape, layout = self.shape, self.layout
-        outputs = MLP_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else MLP_OUTPUTS
-        is_adapted = layout.method != "full" and not outputs.isdisjoint(layout.lora_targets)
         # Of others' QLoRA it is not known.
-        is_ours = layout.library == "trainyard"
-        is_narrow = layout.precision == "fp8" if is_ours else layout.method == "qlora"
-        is_read = shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout or layout.dropout
-        stops = not (is_adapted or is_narrow or is_read)
+        is_narrow = layout.precision == "fp8" if layout.library == "trainyard" else layout.method == "qlora"
+        stops = not (is_narrow or reads_last_product(shape, layout))
         return stops and self._has_torchs_checkpoints and layout.year >= EARLY
 
     def _modules_again(self) -> float:

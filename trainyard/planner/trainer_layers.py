@@ -6,7 +6,6 @@ code. All in bytes of one micro-batch. "Whole" tensors are not split by tensor p
 they read.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,8 +17,10 @@ from trainyard.planner.adapters import (
     MLP_OUTPUTS,
     QUERY_LATENT_INPUTS,
     adapter_outputs,
+    reads_last_product,
 )
 from trainyard.planner.layout import Layout
+from trainyard.planner.quantized_reads import QuantizedReads, four_bit_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import vocabulary_split
 from trainyard.spec.model_types import HEADS
@@ -33,9 +34,6 @@ FUSED_NORMS = ("rms", "rms_wide", "rms_fp32")
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
 
-READ_ELEMENTS = 1 << 24
-"""Weights that are read from four bits at a time (`models/quantized.py` of the trainer)."""
-
 DELTA_HEAD_BYTES = 40
 """Of a token and head of a delta rule's values: its rate, its decay and what they are made of, mostly in fp32."""
 
@@ -45,22 +43,22 @@ LOSS_PART_TOKENS = 2048
 
 @dataclass(frozen=True)
 class TrainerLayers:
-    """A model's layers in one layout of our trainer."""
+    """A model's layers in one layout of our trainer. Each value is reckoned once: a search asks often."""
 
     shape: ModelShape
     layout: Layout
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """A rank's, of one micro-batch."""
         return self.layout.tokens_per_micro_batch
 
-    @property
+    @cached_property
     def element(self) -> int:
         """Bytes of what products give."""
         return self.layout.element_bytes
 
-    @property
+    @cached_property
     def is_frozen(self) -> bool:
         """Adapters alone are trained."""
         return self.layout.method != "full"
@@ -76,13 +74,13 @@ class TrainerLayers:
         """Bytes of what flows between layers: of the embedding's own type."""
         return 4 if self.is_autocast and not self.is_frozen else self.element
 
-    @property
+    @cached_property
     def norm(self) -> str:
         """A kind of `ModelShape.norm`: RMS norms run as one kernel (`models/norms.py` of the trainer), which keeps and
         moves what a layer norm's does. Of fp64 they are left to the library's code."""
         return self._kernel_of(self.residual_element)
 
-    @property
+    @cached_property
     def inner_norm(self) -> str:
         """The same of products' results (queries and keys, latents): under autocast these have 16 bits beside weights
         of 32, of which no kernel makes a plain norm."""
@@ -95,7 +93,7 @@ class TrainerLayers:
             return self.shape.norm
         return "layer_fp32" if self.shape.norm == "rms_fp32" and element < 4 else "layer"
 
-    @property
+    @cached_property
     def fuses_inner_norms(self) -> bool:
         """Whether norms of products' results are such kernels: no kernel has all heads' where ranks share them."""
         if self.shape.qk_norm_whole and self.layout.tensor > 1:
@@ -134,7 +132,7 @@ class TrainerLayers:
         is_refused = shape.kv_lora_rank > 0 or shape.attention_dropout
         return 1.0 if masks == "always" or (masks == "documents" and is_refused) else 0.0
 
-    @property
+    @cached_property
     def _copied_share(self) -> float:
         """Of the layers, those where each query head has its own copy of its keys and values: written out, and beside a
         mask, where transformers makes them."""
@@ -144,7 +142,7 @@ class TrainerLayers:
         # A single head's are a view for all of them.
         return 0.0 if shape.kv_lora_rank or layout.context > 1 or shape.kv_heads == 1 else self.masked_share
 
-    @property
+    @cached_property
     def mask_bytes(self) -> float:
         """What kernels read in place of a micro-batch's mask, a number a score of one head, which layers share; and the
         mask itself, where layers are given it once more."""
@@ -154,7 +152,7 @@ class TrainerLayers:
         # Torch makes one for each sequence; context parallelism's masks are one for all.
         return kept + self._mask_scores / (self._sequences if self.layout.context > 1 else 1) * self.element
 
-    @property
+    @cached_property
     def given_mask_bytes(self) -> float:
         """The mask that layers are given in a forward pass, a byte a score, one for all sequences where windows are its
         only rule; a number, where attention is written out, and where only some layers have windows one of either
@@ -165,12 +163,12 @@ class TrainerLayers:
         share = 1 / self._sequences if self.layout.masks == "windows" else 1.0
         return self._mask_scores * share * (self.masked_share > 0)
 
-    @property
+    @cached_property
     def _mask_scores(self) -> float:
         """Of one head of a micro-batch."""
         return self.tokens * self.layout.sequence_length * (self.shape.num_attentions > 0)
 
-    @property
+    @cached_property
     def _sequences(self) -> float:
         """Of a micro-batch."""
         return self.tokens * self.layout.context / self.layout.sequence_length
@@ -182,16 +180,16 @@ class TrainerLayers:
         """What a norm keeps before its weight: the residual, or its fp32 copy."""
         return self.split_hidden * self._norm_input_element
 
-    @property
+    @cached_property
     def half_norm(self) -> str:
         """The kind of the norms of a layer's halves, which may be of what these give."""
         return self.inner_norm if self.shape.norms_after else self.norm
 
-    @property
+    @cached_property
     def _norm_input_element(self) -> int:
         return self._input_element_of(self.half_norm)
 
-    @property
+    @cached_property
     def _normalized_element(self) -> int:
         return self._normalized_element_of(self.half_norm)
 
@@ -206,7 +204,7 @@ class TrainerLayers:
             return 0
         return self.residual_element if norm == "rms" else 4
 
-    @property
+    @cached_property
     def _outputs_norms_bytes(self) -> float:
         """Norms of what both halves give, beside those of what they read (Gemma 2, GLM-4): nothing reads theirs."""
         return (
@@ -222,11 +220,10 @@ class TrainerLayers:
         normalized = self.split_hidden * self._normalized_element
         return normalized + self.hidden * self.element * (num_readers if self.is_autocast else 1)
 
-    def four_bit_bytes(self, row: int) -> float:
-        """Of a weight of QLoRA's base in rows of that length, as `models/quantized.py` of the trainer stores them:
-        half a byte, a byte's share of a block's scale, and of eight bytes a row."""
-        block = max(2, min(64, (row & -row) // 8))
-        return 0.5 + 1 / block + 8 / row
+    @cached_property
+    def reads(self) -> QuantizedReads:
+        """QLoRA: what is there while weights are read from four bits."""
+        return QuantizedReads(self.shape, self.layout)
 
     @cached_property
     def weight_element(self) -> float:
@@ -234,54 +231,20 @@ class TrainerLayers:
         shape = self.shape
         if self.layout.method != "qlora":
             return float(self.element)
-        of_hidden, of_ffn = self.four_bit_bytes(shape.hidden), self.four_bit_bytes(shape.moe_ffn or shape.ffn)
+        of_hidden, of_ffn = four_bit_bytes(shape.hidden), four_bit_bytes(shape.moe_ffn or shape.ffn)
         experts = shape.moe_layers * shape.expert_params
         blocks = shape.num_mlps * shape.mlp_params(shape.ffn) + experts
         down = blocks / (3 if shape.gated_mlp else 2)
         every = shape.num_attentions * shape.attention_params + shape.delta_layers * shape.delta_params + blocks
         return of_hidden + (of_ffn - of_hidden) * down / every
 
-    @property
-    def reading_block_bytes(self) -> float:
-        """QLoRA: while a weight of the feed-forward block is read from four bits."""
-        shape = self.shape
-        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn)
-        return self._reading(shape.hidden * widest / self.layout.tensor) * (self.layout.method == "qlora")
-
-    @property
-    def reading_bytes(self) -> float:
-        """QLoRA: the same of a layer's widest weight, be it attention's, or both that a gate and what it gates are read
-        from."""
-        shape = self.shape
-        queries = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim * shape.fused_qkv
-        delta = shape.delta_projected * (shape.delta_layers > 0)
-        first = shape.ffn * (1 + shape.whole_gate_up) * (shape.num_mlps > 0)
-        widest = max(first, shape.shared_ffn, queries, shape.value_dim, delta)
-        return self._reading(shape.hidden * widest / self.layout.tensor) * (self.layout.method == "qlora")
-
-    @property
+    @cached_property
     def reads_last_again(self) -> bool:
         """QLoRA: whether a layer that is made again ends with its last product, whose weight is read for it: a norm or
         dropout reads what it gives; or its adapter's matrices come after it, whose product selection keeps."""
         if self.layout.method != "qlora" or self.layout.recompute == "none" or self.stops_before_reading:
             return False
         return self.layout.recompute == "full" or not self.adapts_last
-
-    def _reading(self, weights: float) -> float:
-        """Bytes of so many in the type of the product, and beside the last of them their codes, and what these give."""
-        num_parts = max(1, math.ceil(weights / READ_ELEMENTS))
-        return self.element * weights + (self.element + 2) * weights / num_parts
-
-    @property
-    def reading_experts_bytes(self) -> float:
-        """The same of a layer's experts, which are read all at once."""
-        return self._reading(self.read_experts_bytes / self.element)
-
-    @property
-    def read_experts_bytes(self) -> float:
-        """A layer's experts when all have been read from 4 bits; 0 where they aren't stored so."""
-        is_stored = self.layout.method == "qlora"
-        return is_stored * self.element * self.shape.expert_params / self.layout.expert_split
 
     @cached_property
     def attention_norm_bytes(self) -> float:
@@ -311,18 +274,18 @@ class TrainerLayers:
         readers = 2 if self.shape.gated_mlp else 1
         return self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(MLP_INPUTS))
 
-    @property
+    @cached_property
     def block_frame_bytes(self) -> float:
         """What a layer's code has in its hands while its feed-forward block runs, whoever keeps it: what the block
         reads, and with sequence parallelism the rank's part of it too."""
         return self.whole_hidden_bytes + self.input_bytes * (self.layout.tensor > 1)
 
-    @property
+    @cached_property
     def has_norm_copies(self) -> bool:
         """Whether norms keep a wider copy of what they read."""
         return self.norm != "layer" and self.residual_element < 4
 
-    @property
+    @cached_property
     def summed_products_bytes(self) -> float:
         """Adapters: of the products that read the block's input, the sums with what their adapters give, which
         selective recomputation doesn't keep beside either."""
@@ -330,20 +293,29 @@ class TrainerLayers:
             return 2 * self.product_bytes
         return len(MLP_INPUTS.intersection(self.layout.lora_targets)) * self.product_bytes
 
-    @property
+    @cached_property
+    def adapts_first(self) -> bool:
+        """Whether a product that reads the second norm's output has an adapter."""
+        return self._adapts(MLP_INPUTS)
+
+    @cached_property
+    def adapts_mixed(self) -> bool:
+        """Whether attention's last product has one."""
+        return self._adapts(ATTENTION_OUTPUTS)
+
+    @cached_property
     def adapts_last(self) -> bool:
         """Whether a layer's last product has an adapter."""
         return self.is_frozen and self._adapts(MLP_OUTPUTS)
 
-    @property
+    @cached_property
     def stops_before_reading(self) -> bool:
-        """QLoRA: whether a layer is made again without its last product, whose result nothing reads: no adapter's
-        matrices come after it, no norm and no dropout."""
-        shape = self.shape
-        is_read = self.adapts_last or shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout
-        return self.layout.method == "qlora" and self.layout.recompute != "none" and not is_read
+        """QLoRA: whether a layer is made again without its last product, whose result nothing reads."""
+        layout = self.layout
+        is_again = layout.method == "qlora" and layout.recompute != "none"
+        return is_again and not reads_last_product(self.shape, layout)
 
-    @property
+    @cached_property
     def score_gradient_bytes(self) -> float:
         """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
         comes to it and the one that it gives, both in its own type. What values were multiplied with has been let go,
@@ -357,7 +329,7 @@ class TrainerLayers:
         num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
         return num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
 
-    @property
+    @cached_property
     def sink_bytes(self) -> float:
         """Written-out attention with sinks (gpt_oss) when it has its softmax: scores with their mask, whose type they
         take, beside their sinks and less each row's largest, and what comes of these; narrowed where autocast was."""
@@ -407,7 +379,7 @@ class TrainerLayers:
         each = kept + norm + 2 * element * mixed + DELTA_HEAD_BYTES * shape.delta_value_heads
         return self.tokens * each / self.layout.tensor
 
-    @property
+    @cached_property
     def delta_excess_bytes(self) -> float:
         """What a layer with a delta rule keeps beyond the mean of all layers."""
         return self.delta_bytes - self.attention_bytes if self.shape.delta_layers else 0.0
@@ -460,14 +432,14 @@ class TrainerLayers:
         masks = self.hidden * shape.dropout
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
 
-    @property
+    @cached_property
     def _rotates_fused(self) -> bool:
         """Whether rotated queries and keys stand beside the one product that they are parts of."""
         shape = self.shape
         is_rotated = not (shape.learned_positions or shape.alibi)
         return shape.fused_qkv and is_rotated and not (shape.copies_keys or shape.wide_scores)
 
-    @property
+    @cached_property
     def _score_norm_bytes(self) -> int:
         """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to; of one
         kernel its input."""
@@ -479,12 +451,12 @@ class TrainerLayers:
         is_wide = self.shape.norm in ("rms_fp32", "rms_wide") or (self.shape.qk_norm_whole and self.layout.tensor > 1)
         return 4 + (4 if is_wide else self.element)
 
-    @property
+    @cached_property
     def scored_products_bytes(self) -> float:
         """Queries, keys and values as products gave them."""
         return self.tokens * self.element * (self.shape.query_dim + 2 * self.shape.kv_dim) / self.layout.tensor
 
-    @property
+    @cached_property
     def rotating_bytes(self) -> float:
         """Queries and keys that autocast left in fp32 when a norm was written out, while queries are rotated: of both
         what the norm keeps and gave, and of queries three tensors more. 0 where they have 16 bits: then no moment that
@@ -496,13 +468,13 @@ class TrainerLayers:
         given = self._score_norm_bytes + 4
         return self.tokens * (shape.query_dim * (given + 12) + shape.kv_dim * given) / self.layout.tensor
 
-    @property
+    @cached_property
     def _widens_softmax(self) -> bool:
         """Whether a written-out softmax is in fp32 beside narrower products: as the model has it, or as autocast has
         every softmax."""
         return (self.layout.fp32_softmax or self.is_autocast) and self.element < 4
 
-    @property
+    @cached_property
     def _score_bytes(self) -> float:
         """Kept of one score where attention is written out: the softmax, in fp32 and as values are multiplied with it,
         and of capped ones the tanh. Dropout has a mask of a byte, and what it left where that is no copy anyway."""
@@ -511,7 +483,7 @@ class TrainerLayers:
             kept += 1 + self.element * (not self._widens_softmax)
         return kept + self.element * self.shape.has_capped_scores
 
-    @property
+    @cached_property
     def _latent_norms(self) -> float:
         """Latents' norms, in elements of a token: inputs in float32, normalized values and outputs; of one kernel its
         input and output."""
@@ -530,7 +502,7 @@ class TrainerLayers:
         routed = self.routed_bytes * shape.moe_layers if shape.moe_layers else 0.0
         return (dense + routed) / shape.layers + self.hidden * shape.dropout
 
-    @property
+    @cached_property
     def routed_bytes(self) -> float:
         """One layer's router, experts and shared expert."""
         return self.experts_bytes + self.shared_bytes + self._router_bytes
@@ -555,44 +527,44 @@ class TrainerLayers:
             return block + read + came
         return block + read / layout.tensor + self.rows_bytes
 
-    @property
+    @cached_property
     def reruns_experts(self) -> bool:
         """QLoRA's, which a rank has all of, keep what they read, for their backward pass runs them once more."""
         return self.layout.method == "qlora" and not self.is_spread
 
-    @property
+    @cached_property
     def frozen_experts_input_bytes(self) -> float:
         """What adapters' experts read, unless the norm that gave it is counted with it: no gradient needs it."""
         return max(self.whole_hidden_bytes - self.mlp_norm_output_bytes, 0.0)
 
-    @property
+    @cached_property
     def expert_run_bytes(self) -> float:
         """One layer's spread experts while what they give is weighted by one each, on their own rank."""
         block = self._block_bytes(self.shape.moe_ffn * self.shape.experts_per_token)
         return block + 5 * self.rows_bytes / self.layout.tensor
 
-    @property
+    @cached_property
     def shared_bytes(self) -> float:
         """One layer's shared expert."""
         return self._block_bytes(self.shape.shared_ffn, is_thin=self.has_thin_gates) if self.shape.shared_ffn else 0.0
 
-    @property
+    @cached_property
     def _router_bytes(self) -> float:
         """Scores in float32, and a copy of what the router reads where that is in float32 too, for its gradient."""
         copied = self.hidden * 4 * (self.shape.wide_router and self.element < 4 and not self.is_frozen)
         return self.tokens * 4 * self.shape.experts + copied
 
-    @property
+    @cached_property
     def is_spread(self) -> bool:
         """Experts lie on several ranks, as units of their own for FSDP."""
         return self.shape.moe_layers > 0 and self.layout.expert * self.layout.tensor > 1
 
-    @property
+    @cached_property
     def rows_bytes(self) -> float:
         """A hidden state of every token for each expert that it chose."""
         return self.hidden * self.element * self.shape.experts_per_token
 
-    @property
+    @cached_property
     def weighed_element(self) -> int:
         """Bytes of an element of experts' results times their weights."""
         if self.shape.weights_as_read:
@@ -601,30 +573,30 @@ class TrainerLayers:
         is_narrowed = self.shape.sigmoid_weights and self.is_autocast
         return max(self.element, 4) if self.shape.wide_weights and not is_narrowed else self.element
 
-    @property
+    @cached_property
     def weighed_bytes(self) -> float:
         """The same as `rows_bytes` of such results."""
         return self.rows_bytes * self.weighed_element / self.element
 
-    @property
+    @cached_property
     def narrowed_bytes(self) -> float:
         """The experts' gradient, where it was wide: autograd narrows it before it lets go of what it is made of (but in
         a recomputed layer, where traces show none)."""
         is_again = self.layout.recompute != "none" or self.reruns_experts
         return self.rows_bytes * (self.weighed_element > self.element and not is_again)
 
-    @property
+    @cached_property
     def expert_product_bytes(self) -> float:
         """One tensor of the routed experts' width."""
         width = self.shape.moe_ffn * self.shape.experts_per_token
         return self.tokens * self.element * width / self.layout.tensor
 
-    @property
+    @cached_property
     def product_bytes(self) -> float:
         """One tensor of the feed-forward block's width."""
         return self.tokens * self.element * self._width / self.layout.tensor
 
-    @property
+    @cached_property
     def product_gradient_bytes(self) -> float:
         """What comes to the products of a mean layer in their backward pass, a gradient of each one's result."""
         shape, element = self.shape, self.element
@@ -639,13 +611,13 @@ class TrainerLayers:
         shape = self.shape
         return (shape.ffn * shape.num_mlps + shape.shared_ffn * shape.moe_layers) / shape.layers
 
-    @property
+    @cached_property
     def has_thin_gates(self) -> bool:
         """Feed-forward blocks, but for routed experts, make their activated gate again
         (`training_container/trainer/models/gates.py`)."""
         return self.shape.gated_mlp and self.layout.unfused and not self.shape.keeps_activated_gate
 
-    @property
+    @cached_property
     def keeps_block_result(self) -> bool:
         """Whether what a feed-forward block's last product reads is kept for its weight, or its adapter."""
         return not self.is_frozen or self._adapts(MLP_OUTPUTS)
@@ -671,7 +643,7 @@ class TrainerLayers:
         )
         return norms + self.attention_bytes
 
-    @property
+    @cached_property
     def whole_routed_bytes(self) -> float:
         """All that a layer with experts keeps."""
         return self.attention_half_bytes + self.routed_bytes + self.hidden * self.shape.dropout
@@ -681,12 +653,12 @@ class TrainerLayers:
         """What a layer keeps until its backward pass begins, with the layout's recomputation; the mean over layers."""
         return self._kept(self.whole_bytes, self._width, self.shape.moe_layers / self.shape.layers)
 
-    @property
+    @cached_property
     def kept_routed_bytes(self) -> float:
         """The same of a layer with experts."""
         return self._kept(self.whole_routed_bytes, self.shape.shared_ffn, 1.0)
 
-    @property
+    @cached_property
     def unreached_bytes(self) -> float:
         """Of adapters, what a model's first layer keeps less than others: no gradient comes to where none is trained,
         its first norm, and of adapters that leave out what attention reads all that is before them. With parallel
@@ -715,14 +687,14 @@ class TrainerLayers:
             return self.input_bytes
         return self.input_bytes + self._selected_bytes(width) + routed * self._batched_bytes
 
-    @property
+    @cached_property
     def _batched_bytes(self) -> float:
         """Selective recomputation: results of experts' products, where they are batched ones."""
         if not self.shape.batches_experts:
             return 0.0
         return (2 if self.shape.gated_mlp else 1) * self.expert_product_bytes + self.rows_bytes
 
-    @property
+    @cached_property
     def kept_block_bytes(self) -> float:
         """Adapters, of a layer that is made again: what is kept of its feed-forward block's products."""
         if self.layout.recompute != "selective":
@@ -756,14 +728,14 @@ class TrainerLayers:
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
         return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes
 
-    @property
+    @cached_property
     def _selected_adapter_bytes(self) -> float:
         """Of adapters both products are kept beside the frozen one, but for a layer's very last."""
         if not self.is_frozen:
             return 0.0
         return self.element * self.tokens * adapter_outputs(self.shape, self.layout)
 
-    @property
+    @cached_property
     def _selected_delta_bytes(self) -> float:
         """Of a token of a delta rule: what its input is projected to, and in fp32 two products within a chunk, what is
         read of the state twice and of the chunk once, and the state itself."""
@@ -791,7 +763,7 @@ class TrainerLayers:
     def _head_split(self) -> int:
         return vocabulary_split(self.shape, self.layout)
 
-    @property
+    @cached_property
     def loss_is_in_head(self) -> bool:
         """The trainer's rule (`losses/head.py`): by chunks, or by one where ranks share the vocabulary; not of a head
         with an adapter, nor of logits that are more than what it gives."""
@@ -802,7 +774,7 @@ class TrainerLayers:
             return False
         return self._head_split > 1 or self.tokens > chunk or self.layout.chunks_short_losses
 
-    @property
+    @cached_property
     def loss_is_one_chunk(self) -> bool:
         """Of a loss in the head: of all of a rank's tokens at a time."""
         return self.tokens <= (self.layout.loss_chunk_tokens or 0)
@@ -830,12 +802,12 @@ class TrainerLayers:
             found = max(found, hidden + self.head_weight * (self.element + 4))
         return found
 
-    @property
+    @cached_property
     def logits_gradient_bytes(self) -> float:
         """What comes to whole logits, beside these where something keeps them."""
         return self.tokens * self.shape.vocab * self.element * (1 + (self.shape.logits == "capped"))
 
-    @property
+    @cached_property
     def kept_end_bytes(self) -> float:
         """What a pipeline's head and its last norm keep of a micro-batch until its backward pass, but for the norm's
         input: whole logits, which are the stage's result, and what a softmax of no more than one part gave; of a loss
@@ -849,7 +821,7 @@ class TrainerLayers:
         logits += self.element * (self.shape.logits == "capped")
         return norm + self.tokens * self.shape.vocab * logits + self.hidden * self.element * (not self.is_frozen)
 
-    @property
+    @cached_property
     def forward_logits_bytes(self) -> float:
         """Whole logits in the forward pass, and the tanh that caps them: beside them one part in float32, and its
         log-softmax."""
@@ -857,7 +829,7 @@ class TrainerLayers:
         whole = self.tokens * self.element * (1 + (self.shape.logits == "capped"))
         return self.shape.vocab * (whole + 2 * max(4, self.element) * part)
 
-    @property
+    @cached_property
     def _sums_in_fp32(self) -> bool:
         """In fp16 the loss's gradients are products in fp32, until its scale is known."""
         return self.layout.precision == "fp16"

@@ -6,6 +6,7 @@ layers and still sends the gradients of the one before; and the end, when the vo
 one it is depends on the sizes, so each is reckoned, and the largest is the answer.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -53,9 +54,18 @@ class Moment:
 
 def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> Moment:
     """The moment of a step at which a rank of the stage holds most; of a stage without layers or head there is none."""
-    ways = _passes_done(layout, stage) if layout.pipeline > 1 else [None]
-    moments = (moment for at in ways for moment in _Step(shape, layout, stage, params, at).moments())
+    step = _Step(shape, layout, stage, params)
+    ways = [step.at(done) for done in _passes_done(layout, stage)] if layout.pipeline > 1 else [step]
+    moments = (moment for way in ways for moment in way.moments())
     return max(moments, key=lambda moment: moment.total, default=Moment(0.0, 0.0, 0.0))
+
+
+def least_kept(shape: ModelShape, layout: Layout, stage: Stage) -> float:
+    """Bytes that no worst moment of a stage with layers has less than: what these keep of the micro-batches in flight,
+    beside a backward pass of one of them."""
+    layers = TrainerLayers(shape, layout)
+    in_flight = min(stage.in_flight, layout.num_micro_batches)
+    return in_flight * (stage.layers * layers.kept_bytes - layers.unreached_bytes * stage.embedding)
 
 
 def gradients_come_late(layout: Layout) -> bool:
@@ -99,13 +109,9 @@ def _passes_done(layout: Layout, stage: Stage) -> list[_PassesDone]:
 class _Step:
     """The moments of one rank."""
 
-    def __init__(
-        self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, at: "_PassesDone | None" = None
-    ) -> None:
-        """`at`: where a pipeline's rank is in its passes."""
-        if at is not None:
-            stage = replace(stage, in_flight=at.in_flight)
-        self._shape, self._layout, self._stage, self._at = shape, layout, stage, at
+    def __init__(self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> None:
+        self._shape, self._layout, self._stage = shape, layout, stage
+        self._at: _PassesDone | None = None
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight
         matrices = num_vocabulary_matrices(shape, layout, stage)
@@ -129,6 +135,13 @@ class _Step:
         self._gathered_root = self._root * self._gathers_frozen
         self._gathers_experts = layout.method == "full" or layout.expert_shard_degree > 1
         self._units = self._taken_apart()
+
+    def at(self, done: _PassesDone) -> "_Step":
+        """The same where a pipeline's rank is so far in its passes."""
+        found = copy.copy(self)
+        found._at, found._stage = done, replace(self._stage, in_flight=done.in_flight)
+        found._passes = found._stage.layers * done.in_flight
+        return found
 
     def _taken_apart(self) -> Units:
         """The layers as FSDP gathers them."""
@@ -317,9 +330,9 @@ class _Step:
             there = held + layers.kept_routed_bytes
             if self._layout.recompute == "none":
                 there = layers.block_frame_bytes + layers.attention_half_bytes + held * layers.has_norm_copies
-            return there + max(layers.reading_experts_bytes, rows)
+            return there + max(layers.reads.experts_bytes, rows)
         if is_again:
-            block = 3 * layers.product_bytes + max(layers.product_bytes, layers.reading_block_bytes)
+            block = 3 * layers.product_bytes + max(layers.product_bytes, layers.reads.last_bytes)
             return held + layers.input_bytes + layers.block_frame_bytes + block
         # What is activated beside what is gated; the last product, its weight read, or its adapter's, scaled too, of
         # which selective recomputation keeps one; what the layer gives.
@@ -327,7 +340,7 @@ class _Step:
         num_last = 1 + layers.adapts_last * (1 + is_whole)
         activated = layers.product_bytes * (self._shape.gated_mlp or not is_whole)
         made = layers.whole_hidden_bytes * (layers.adapts_last and not is_whole)  # kept once its weight has been read
-        last = max(activated, layers.reading_block_bytes - made, num_last * layers.whole_hidden_bytes)
+        last = max(activated, layers.reads.last_bytes - made, num_last * layers.whole_hidden_bytes)
         if is_whole:
             there = layers.whole_bytes - layers.mlp_norm_output_bytes + held * layers.has_norm_copies
             gated = layers.product_bytes * (not layers.keeps_block_result)
@@ -351,7 +364,7 @@ class _Step:
         in_block = layers.whole_bytes + above
         # QLoRA reads the last product's weight before its layer is made again; or once an adapter's gradients are made,
         # for which alone the product's input is kept.
-        read = 0.0 if layers.stops_before_reading else layers.reading_block_bytes
+        read = 0.0 if layers.stops_before_reading else layers.reads.last_bytes
         in_block += max(layers.product_bytes * (not layers.adapts_last) + read, factors * layers.product_bytes)
         in_block += self._adding(mlp / 3)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
@@ -359,7 +372,7 @@ class _Step:
             # Made again: gate and up, or what is activated, and as many tensors on the way to the last product's input.
             block = (4 if self._shape.gated_mlp else 2) * layers.product_bytes
             if layers.reads_last_again:
-                block = max(block, block - layers.product_bytes + layers.reading_block_bytes)
+                block = max(block, block - layers.product_bytes + layers.reads.last_bytes)
             if self._layout.recompute == "full" and "gate_up_proj" in self._layout.lora_targets:
                 block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
             again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
@@ -368,9 +381,9 @@ class _Step:
             # What came to the last product's input already; or what came to the layer, scaled for that one's adapter.
             again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * layers.adapts_last
             yield self._moment(others + again, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
-        if layers.reading_bytes:
-            reading = layers.attention_half_bytes + above + layers.block_frame_bytes + layers.reading_bytes
-            yield self._moment(others + reading, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
+        if self._layout.method == "qlora":
+            reading = others + max(self._reading_first(), self._reading_mixing())
+            yield self._moment(reading, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
         # Both products that read a norm's output give it a gradient; the residual's stands beside them.
         after_block = left + layers.input_bytes + 2 * layers.whole_hidden_bytes
         after_block += layers.product_bytes if self._shape.gated_mlp else above - layers.input_bytes
@@ -388,6 +401,32 @@ class _Step:
                 again = above + max(layers.kept_bytes - layers.input_bytes - layers.scored_products_bytes, 0.0)
             in_rotation = layers.attention_norm_bytes + layers.rotating_bytes + again
             yield self._moment(others + in_rotation, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
+
+    def _reading_first(self) -> float:
+        """QLoRA: the backward pass of the products that read the second norm's output, the last of them first: what
+        came to each, what an adapter and the product before gave; or one of them is made again, beside what it reads,
+        and what the other gave."""
+        layers, above = self._layers, self._above()
+        is_two = self._shape.gated_mlp and not self._shape.whole_gate_up
+        adapted = layers.whole_hidden_bytes * layers.adapts_first
+        came = layers.product_bytes * (1 + self._shape.gated_mlp)
+        if is_two:
+            came = max(came, layers.product_bytes + layers.whole_hidden_bytes)
+        first = came + adapted
+        if self._layout.recompute == "full":
+            read = layers.block_frame_bytes - layers.mlp_norm_output_bytes
+            first = max(first, read + layers.product_bytes * is_two)
+        return layers.attention_half_bytes + above + first + layers.reads.first_bytes
+
+    def _reading_mixing(self) -> float:
+        """The same of attention's last product, when the second norm's gradient is there; and of its queries', when
+        keys and values have given theirs."""
+        layers, shape = self._layers, self._shape
+        width = layers.tokens * layers.element / self._layout.tensor
+        left = layers.attention_half_bytes - layers.norm_input_bytes - layers.mlp_norm_output_bytes
+        last = left + width * shape.value_dim * layers.adapts_mixed
+        first = layers.attention_norm_bytes + width * shape.query_dim + 2 * layers.whole_hidden_bytes
+        return max(last, first) + self._above() + layers.reads.mixing_bytes
 
     def _in_norm_again(self) -> float:
         """Adapters: the second norm of a layer that is made again, written out, as in `_in_forward_norm`; beside what
@@ -459,11 +498,13 @@ class _Step:
             0.0,
             gradients,
         )
-        if layers.reading_experts_bytes:
+        if layers.reads.experts_bytes:
             # The experts have run once more, from weights that are read anew beside what came to their sum, when it is
             # differentiated: there is what they gave, and their blocks. Nothing needs what they read: they are frozen.
             run = layers.rows_bytes + 3 * layers.expert_product_bytes
-            run = max(layers.weighed_bytes + layers.reading_experts_bytes, weighing + layers.read_experts_bytes + run)
+            run = max(
+                layers.weighed_bytes + layers.reads.experts_bytes, weighing + layers.reads.read_experts_bytes + run
+            )
             yield Moment(others + whole + above + run, 0.0, self._weights_and_gradients(number, 0.0, before))
         last = self._experts * self._last_share
         yield self._moment(
@@ -590,14 +631,14 @@ class _Step:
         weighing = self._weighing()
         weighing += layers.hidden * 4 * (layers.weighed_element > element)
         yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
-        if layers.reading_experts_bytes:
+        if layers.reads.experts_bytes:
             # What they gave has its gradient, and they run once more, from weights that are read anew.
             arrived = layers.rows_bytes / self._layout.tensor
-            again = layers.read_experts_bytes + 2 * arrived + 4 * layers.expert_product_bytes
+            again = layers.reads.read_experts_bytes + 2 * arrived + 4 * layers.expert_product_bytes
             again += layers.weighed_bytes * (layers.weighed_element > element)  # their sum's gradient, in its own type
-            run = arrived - layers.rows_bytes + max(layers.reading_experts_bytes, again)
+            run = arrived - layers.rows_bytes + max(layers.reads.experts_bytes, again)
             yield Moment(others + whole + above + shared + run, 0.0, units + before + weights, gradients)
-        if self._layout.recompute != "none" and not layers.reading_experts_bytes:
+        if self._layout.recompute != "none" and not layers.reads.experts_bytes:
             # Made again: as they came, by expert, and three of what experts give, none in their tokens' order yet.
             run = whole - layers.experts_bytes + layers.expert_run_bytes
             yield Moment(others + run + above + shared, 0.0, units + before + weights, gradients)
@@ -821,7 +862,9 @@ class _Step:
         # Of layers that are computed again, autocast has forgotten all but the one; else those that have gone back.
         cast = self._whole(number)
         if layout.recompute == "none":
-            cast = self._params - self._root - sum(self._whole(done) for done in range(number))
+            done = min(number, self._routed_layers)
+            gone = done * (self._experts + self._rest) + (number - done) * self._layer
+            cast = self._params - self._root - gone
         found = self._weights(self._units.in_backward(number), cast)
         head = layers.head_weight * self._stage.head
         if layout.method != "full":

@@ -11,7 +11,7 @@ from trainer.models import quantized
 from trainer_testing.agreement import agreement, moving
 
 from memory_agreement.test_found import GPT2, ROWS, WEIGHED_NARROW, WEIGHED_WIDE
-from trainyard.planner import trainer_layers
+from trainyard.planner import quantized_reads
 
 ATTENTION, LAST, FIRST = ("q_proj", "o_proj"), ("q_proj", "down_proj"), ("gate_proj", "up_proj")
 DENSE = ROWS | {"vocab_size": 1000, "head_dim": 128}
@@ -36,7 +36,7 @@ QUICK = (("llama", LAST), ("norms written out", ATTENTION), ("experts, weighed i
 
 
 def test_the_trainer_reads_as_many_weights_at_a_time_as_are_planned() -> None:
-    assert trainer_layers.READ_ELEMENTS == quantized._READ_ELEMENTS
+    assert quantized_reads.READ_ELEMENTS == quantized._READ_ELEMENTS
 
 
 @pytest.mark.parametrize(
