@@ -386,7 +386,7 @@ def test_the_table_counts_what_was_recovered() -> None:
     assert not report.is_good
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("with_slurm")
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system that can be filled needs root")
 def test_a_host_that_is_lost_while_the_disk_is_full_is_told_of_and_slurm_requeues(tmp_path: Path) -> None:

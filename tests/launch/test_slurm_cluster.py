@@ -160,7 +160,7 @@ def test_a_preempted_job_saves_and_comes_back(desk: Desk) -> None:
     assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["preempted"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_start_that_slurm_ends_is_not_held_up_by_telling_its_tasks_once_more(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

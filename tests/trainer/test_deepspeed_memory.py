@@ -1,6 +1,7 @@
 """What DeepSpeed keeps, by the tensors that live in its ranks, against the planner's formulas: 2 of the 4 bytes of its
 gradients in bf16 were missing, and with offload they were counted where they aren't."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,9 +80,26 @@ ALONE = _in_buckets("zero1", "bf16", micro_batches=1, overlap=False)
 CASES = [*IN_BUCKETS, ALONE, *CASES]
 
 
+FIRST = (*(_in_buckets(f"zero{stage}", "bf16") for stage in (1, 2, 3)), _in_buckets("zero1", "fp32", micro_batches=1))
+"""Each of the others is like one of these but for a setting."""
+
+
+def _cases(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    kept = [pytest.param(case, id=str(case), marks=_marks(case)) for case in cases]
+    return pytest.mark.parametrize("case", kept)
+
+
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.full] if case in IN_BUCKETS and case not in FIRST else []
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, float]]:
-    return dict(zip(map(str, CASES), measure(CASES, WORLD), strict=True))
+def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
+    """Of the cases that this run asks for."""
+    here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked = [item.callspec.params.get("case") for item in here if hasattr(item, "callspec")]
+    cases = [case for case in CASES if case in asked or case == ALONE]
+    return dict(zip(map(str, cases), measure(cases, WORLD), strict=True))
 
 
 def _layout(case: Case) -> Layout:
@@ -99,7 +117,7 @@ def _layout(case: Case) -> Layout:
     )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in (*IN_BUCKETS, ALONE)], ids=str)
+@_cases([case for case in CASES if case not in (*IN_BUCKETS, ALONE)])
 def test_a_step_leaves_what_the_formulas_say(measured: dict[str, dict[str, float]], case: Case) -> None:
     found, layout = measured[str(case)], _layout(case)
     weights, gradients, optimizer = trained_state(StageParams(1.0, 0.0), layout)
@@ -120,7 +138,7 @@ def test_a_step_leaves_what_the_formulas_say(measured: dict[str, dict[str, float
         assert 0.6 < beside / (host.offloaded / WORLD) < 1, "DeepSpeed's own estimate has room for buffers"
 
 
-@pytest.mark.parametrize("case", IN_BUCKETS, ids=str)
+@_cases(IN_BUCKETS)
 def test_gradients_on_their_way_take_what_the_formulas_say(measured: dict[str, dict[str, float]], case: Case) -> None:
     """DeepSpeed's default buckets of 5e8 elements were counted, which the trainer doesn't have, and no copies."""
     assert measured[str(case)]["most"] == pytest.approx(_expected(case), rel=0.03)
@@ -130,7 +148,7 @@ def test_a_bucket_that_is_sent_alone_takes_no_more_than_the_formulas_say(measure
     assert 0.95 * _expected(ALONE) < measured[str(ALONE)]["most"] < _expected(ALONE)
 
 
-@pytest.mark.parametrize("case", [case for case in (*IN_BUCKETS, ALONE) if case.strategy != "zero3"], ids=str)
+@_cases([case for case in (*IN_BUCKETS, ALONE) if case.strategy != "zero3"])
 def test_the_update_takes_what_the_formulas_say(measured: dict[str, dict[str, float]], case: Case) -> None:
     """Stage 1's own gradients made flat and fp32 were left out: 2 of 12 bytes a parameter of two ranks in bf16."""
     shape, layout = shape_from_config(MODEL), _layout(case)

@@ -34,8 +34,10 @@ OF_TWO_MOMENTS = ("gemma3_text",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(one, marks=() if one in QUICK else pytest.mark.full) for one in MODELS]
+)
 def test_so_they_do_where_layers_are_computed_again(model_type: str, recompute: str) -> None:
     found = _agreement(model_type, recompute)
     assert abs(found.activations) < RECOMPUTED or (model_type in OF_TWO_MOMENTS and found.is_of_two_moments)

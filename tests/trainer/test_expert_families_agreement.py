@@ -53,7 +53,7 @@ def test_every_family_is_tried() -> None:
 
 @pytest.mark.parametrize(
     "recompute",
-    ["none", pytest.param("selective", marks=pytest.mark.full), pytest.param("full", marks=pytest.mark.slow)],
+    ["none", pytest.param("selective", marks=pytest.mark.full), pytest.param("full", marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize(
     "model_type", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in MODELS]

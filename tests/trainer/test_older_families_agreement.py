@@ -78,7 +78,7 @@ def test_so_they_do_where_autocast_widens_a_softmax_that_the_model_has_narrow(na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.full) for one in MODELS])
 def test_so_they_do_where_layers_are_computed_again(name: str, recompute: str) -> None:
     planned, traced = moving(_agreement(name, recompute=recompute))
     assert planned == pytest.approx(traced, rel=RECOMPUTED)

@@ -197,7 +197,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "families",
     [
         pytest.param(("glm4_moe", "minimax_m2"), id="both kinds"),
-        pytest.param(tuple(ROUTERS), id="all", marks=pytest.mark.slow),
+        pytest.param(tuple(ROUTERS), id="all", marks=pytest.mark.full),
     ],
 )
 def test_routers_of_other_families_are_moved_alike(families: tuple[str, ...], tmp_path: Path) -> None:

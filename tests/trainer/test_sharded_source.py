@@ -146,7 +146,7 @@ def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
     check_one_of_four(LAYOUTS, list(origins_of(tmp_path).values()), {"model": FAMILIES["Llama"] | SMALL})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_of_four_ranks_reads_its_part_of_packed_experts(tmp_path: Path) -> None:
     small = save(tmp_path / "small", "Mixtral", **SMALL)
     large = save(tmp_path / "large", "Mixtral", **LARGE_MIXTURE)

@@ -183,7 +183,7 @@ def test_windows_of_packed_documents_are_no_mask_to_a_gpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_an_images_tower_takes_what_its_trace_says(frozen: bool) -> None:
     """24 layers of 14 small kernels: launching them takes longer than they do, but not than the language model."""
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}

@@ -138,7 +138,7 @@ LARGE_LAYERS = SMALL | {"hidden_size": 2048, "num_attention_heads": 16, "num_hid
     ],
     ids="-".join,
 )
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.full)])
 def test_units_of_fsdp_are_gathered_as_they_are_stated(fsdp: dict[str, Any], method: str) -> None:
     """A unit was taken as one block: a third too little of a model in units of three."""
     layout = {"data_shard": 8, "fsdp": fsdp}
@@ -257,7 +257,7 @@ def test_what_recomputation_and_decay_leave(
     """Autocast's copies of layers that are computed again are gone; decay is added to gradients, not to a copy of all
     of them; of adapted layers both products are kept."""
     model = LARGE_LAYERS | {"num_key_value_heads": 16}
-    planned, traced = moving(agreement(model, layout, adapter=adapter, global_batch_size=32, **training))
+    planned, traced = moving(agreement(model, layout, adapter=adapter, global_batch_size=16, **training))
     assert planned == pytest.approx(traced, rel=0.03)
 
 
@@ -701,7 +701,7 @@ def test_a_wide_experts_gate_is_differentiated_beside_all_that_it_reads(layout: 
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_spread_experts_stay_gathered_where_that_is_stated(recompute: str) -> None:
     """They were gathered a second time, as other weights are where nothing is stated."""
     model = SMALL | MIXTRAL | {"num_hidden_layers": 6, "intermediate_size": 2816, "vocab_size": 4000}
