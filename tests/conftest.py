@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -18,6 +19,11 @@ _STARTERS = (
     *("trainer_testing.support_table", "subprocess"),
 )
 """Words of trainer tests that start processes."""
+
+
+# Each of a worker's hundreds of sessions would read the services' descriptions anew, and some library keeps them: after
+# the command line's tests these were two million objects, which the garbage collector goes through again and again.
+botocore.session.create_loader = cache(botocore.session.create_loader)
 
 
 class RoomScheduling(LoadScopeScheduling):

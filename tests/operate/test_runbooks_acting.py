@@ -37,18 +37,11 @@ from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import TenantContract
 
-LOADER = botocore.loaders.Loader()
 READS = ("Get", "List", "Describe", "Head", "Lookup", "AssumeRole")
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 REPOSITORY = "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainyard@"
 SNAPSHOTS = Path(__file__).resolve().parents[1] / "stacks/snapshots"
 OPERATOR = "arn:aws:iam::123456789012:role/trainyard/test/acme/Operator-1"
-
-
-@pytest.fixture(autouse=True)
-def _one_reading_of_botos_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each session would read them anew: half of these tests' time."""
-    monkeypatch.setattr(botocore.session, "create_loader", lambda *_: LOADER)
 
 
 @pytest.fixture

@@ -205,7 +205,7 @@ class TrainerLayers:
         return self.residual_element if norm == "rms" else 4
 
     @cached_property
-    def _outputs_norms_bytes(self) -> float:
+    def outputs_norms_bytes(self) -> float:
         """Norms of what both halves give, beside those of what they read (Gemma 2, GLM-4): nothing reads theirs."""
         return (
             (self.shape.norms_per_layer == 4)
@@ -250,7 +250,7 @@ class TrainerLayers:
     def attention_norm_bytes(self) -> float:
         """The norm before attention. With parallel residuals both norms read the same tensor, counted at the other; and
         where both are one, what it gives is there too, but for casts of its own."""
-        own = 0.0 if self.shape.parallel_residual else self.norm_input_bytes + self._outputs_norms_bytes
+        own = 0.0 if self.shape.parallel_residual else self.norm_input_bytes + self.outputs_norms_bytes
         shape = self.shape
         scored = 1 if shape.fused_qkv else 3
         readers = scored + (shape.delta_inputs - scored) * shape.delta_layers / shape.layers
@@ -273,6 +273,16 @@ class TrainerLayers:
         """The norm before the feed-forward block, but for its input."""
         readers = 2 if self.shape.gated_mlp else 1
         return self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(MLP_INPUTS))
+
+    @cached_property
+    def ends_in_norm(self) -> bool:
+        """Whether a layer's last product is read by a norm."""
+        return self.shape.norms_after or self.shape.norms_per_layer >= 4
+
+    @cached_property
+    def last_norm_bytes(self) -> float:
+        """Where it is, what this norm keeps."""
+        return (self.outputs_norms_bytes or self.norm_input_bytes) * self.ends_in_norm
 
     @cached_property
     def block_frame_bytes(self) -> float:
@@ -639,7 +649,7 @@ class TrainerLayers:
     def attention_half_bytes(self) -> float:
         """A layer but for its feed-forward block, both norms included."""
         norms = (
-            self.attention_norm_bytes + self.norm_input_bytes + self.mlp_norm_output_bytes + self._outputs_norms_bytes
+            self.attention_norm_bytes + self.norm_input_bytes + self.mlp_norm_output_bytes + self.outputs_norms_bytes
         )
         return norms + self.attention_bytes
 

@@ -377,9 +377,14 @@ class _Step:
                 block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
             again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
             again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
+            again -= layers.last_norm_bytes  # whose input nothing has given yet
             again = max(again, self._in_norm_again())
-            # What came to the last product's input already; or what came to the layer, scaled for that one's adapter.
-            again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * layers.adapts_last
+            # What came to the last product's input already; or what came to the layer, scaled for that one's adapter:
+            # where a norm comes after it, that one asks first.
+            scaled = layers.adapts_last and not layers.ends_in_norm
+            again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * scaled
+            if layers.ends_in_norm:
+                again = max(again, self._in_last_norm_again())
             yield self._moment(others + again, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
         if self._layout.method == "qlora":
             reading = others + max(self._reading_first(), self._reading_mixing())
@@ -392,7 +397,9 @@ class _Step:
             after_block += self._shape.uncut_mlp_params * layers.element
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if layers.score_gradient_bytes:
-            in_scores = left + above + layers.score_gradient_bytes
+            gone = layers.norm_input_bytes + layers.mlp_norm_output_bytes + layers.outputs_norms_bytes * 2
+            gone *= self._shape.norms_per_layer >= 4
+            in_scores = left - gone + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         yield from self._in_norms(number, left, mlp)
         if layers.rotating_bytes:
@@ -437,6 +444,20 @@ class _Step:
         norm = layers.input_bytes + layers.split_hidden * (4 + layers.element)
         half = layers.attention_half_bytes - layers.mlp_norm_output_bytes
         return half + norm + layers.kept_block_bytes + self._above()
+
+    def _in_last_norm_again(self) -> float:
+        """Adapters: of a layer that is made again the norm of what its feed-forward block gave, which asks for it; what
+        came to it is there in float32 too, where the norm is written out, and what it gives beside what it reads."""
+        layers = self._layers
+        # The residual stands for what the block read, which is gone.
+        kept = (
+            layers.attention_half_bytes - layers.mlp_norm_output_bytes * (not layers.adapts_first) + layers.input_bytes
+        )
+        kept += (1 + self._shape.gated_mlp + layers.keeps_block_result) * layers.product_bytes
+        if not layers.has_norm_copies:
+            # Or before it the last product's adapter gives its own, which is scaled.
+            return kept + max(layers.input_bytes, 2 * layers.whole_hidden_bytes * layers.adapts_last) + self._above()
+        return kept + layers.whole_hidden_bytes + 2 * 4 * layers.split_hidden + self._above()
 
     def _others(self, number: int) -> float:
         """What layers before the `number`th keep, and what a pipeline's rank keeps of what it gave."""
