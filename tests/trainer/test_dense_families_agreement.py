@@ -62,11 +62,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_so_they_do_with_what_a_configuration_may_state(model_type: str) -> None:
     found = agreement({"model_type": model_type, **FEW, "intermediate_size": 6144, **OPTIONS[model_type]})
     assert found.static is not None and abs(found.static) < STATIC
-    if model_type == "gemma2":  # without caps its loss needs what its scores' gradients do
-        assert found.is_of_two_moments and found.beside_state[1] == pytest.approx(
-            found.beside_state[0], rel=ACTIVATIONS
-        )
-        return
     assert abs(found.activations) < ACTIVATIONS
 
 
