@@ -1,7 +1,9 @@
 """Which tests may run side by side, and in which order."""
 
 import gc
+import itertools
 import os
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -65,6 +67,17 @@ def _starts_processes(path: Path) -> bool:
     return any(word in text for word in _STARTERS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Among the trainer's files those that start processes come first: no worker ends with a long one, alone."""
+def is_turn(test: str, day: int) -> bool:
+    """Whether that slow test, of these halves of about the same size, is one of this day's."""
+    return (zlib.crc32(test.encode()) + day) % 2 == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of slow tests those of the day alone, which `scripts/test --ci` tells all workers, also at midnight. Among the
+    trainer's files those that start processes come first: no worker ends with a long one, alone."""
+    day = os.environ.get("TRAINYARD_TEST_DAY")
+    if day is not None:
+        kept = [not item.get_closest_marker("slow") or is_turn(item.nodeid, int(day)) for item in items]
+        config.hook.pytest_deselected(items=[item for item, stays in zip(items, kept, strict=True) if not stays])
+        items[:] = itertools.compress(items, kept)
     items.sort(key=lambda item: item.path.parts[-2] == "trainer" and not _starts_processes(item.path))
