@@ -255,6 +255,7 @@ def least_memory(shape: ModelShape, layout: Layout) -> Memory:
         buffers=0.0,
         workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
         late_gradients=gradients if gradients_come_late(layout) else 0.0,
+        moving_error=0.0,  # of the worst moment's activations, which may be fewer beside more of the rest
     )
 
 
