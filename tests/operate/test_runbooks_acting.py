@@ -12,8 +12,6 @@ from typing import Any
 
 import botocore.client
 import botocore.exceptions
-import botocore.loaders
-import botocore.session
 import pytest
 import yaml
 from launch_testing import JOB_ID, job_content

@@ -82,6 +82,7 @@ CASES = [*IN_BUCKETS, ALONE, *CASES]
 
 FIRST = (*(_in_buckets(f"zero{stage}", "bf16") for stage in (1, 2, 3)), _in_buckets("zero1", "fp32", micro_batches=1))
 """Each of the others is like one of these but for a setting."""
+assert all(case in IN_BUCKETS for case in FIRST)
 
 
 def _cases(cases: Sequence[Case]) -> pytest.MarkDecorator:

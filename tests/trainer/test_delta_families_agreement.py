@@ -73,7 +73,7 @@ def test_stages_have_the_layers_that_they_have(rank: int) -> None:
     ids=["qwen3_5", "qwen3_next"],
 )
 def test_tensor_ranks_have_their_heads_of_a_delta_rule(model: dict[str, Any]) -> None:
-    """And the convolution whole, as well as Qwen3.5's fused matrix."""
+    """And the convolution whole, as well as (in the long part) Qwen3.5's fused matrix."""
     found = agreement(DELTA | model | DELTAS_FIRST, {"tensor": 2}, rank=0, **SHORT)
     assert found.static is not None and abs(found.static) < 0.001
     assert sum(found.planned.values()) == pytest.approx(sum(found.traced.values()), rel=0.05)

@@ -77,7 +77,7 @@ def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
 
 
 @pytest.mark.parametrize("forked", STARTS)
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_path: Path, forked: str) -> None:
     job, expected = undisturbed
     faults = [{"rank": 1, "step": 5, "kind": "kill"}, {"rank": 1, "step": 8, "kind": "stop"}]
