@@ -100,6 +100,7 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
         ("checkpoint", {"local_directory": "~"}, ["checkpoint.local_directory: only a shell takes ~ for a home"]),
         ("checkpoint", {"destination": "s3:///"}, ["destination: must be an s3://BUCKET/PREFIX or a folder"]),
         ("data.train", [], ["data.train", "at least 1"]),
+        ("model.adapter", {"kind": "lora", "targets": []}, ["model.adapter.targets", "at least 1"]),
         ("data.train", [{"path": "x", "formt": "text"}], ["data.train.0.formt", "did you mean 'format'?"]),
         ("compute", {"backend": "sagemaker"}, ["compute", "needs instance_type", "ml.p5.48xlarge"]),
         ("compute", {"backend": "sagemaker", "instance_type": "p5.48xlarge"}, ["ml.p5.48xlarge"]),

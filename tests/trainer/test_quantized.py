@@ -116,6 +116,7 @@ def test_a_weight_is_read_some_rows_at_a_time(weight: torch.Tensor, monkeypatch:
     assert torch.equal(again, whole)
     first, second, *_ = sorted(made.num_elements, reverse=True)
     assert (first, second) == (experts.numel(), 10 * ROW), "the result, and some rows"
+    assert dequantize(*(part[:, :0] for part in stored), torch.float32).shape == (2, 0, ROW)
 
 
 def quantized_linear(weight: torch.Tensor, bias: torch.Tensor) -> QuantizedLinear:

@@ -62,19 +62,10 @@ class Units:
 
     def in_backward(self, number: int) -> float:
         """Gathered during that layer's backward pass: its unit and those that come next."""
-        found = self._in_backward.get(number)
-        if found is None:
-            first, end = self.bounds(number)
-            found = self.size(first, self.num_layers if self.keeps_gathered else end)
-            if not self.keeps_gathered:
-                found += self._following(number, -1, max(self.num_ahead, 1))
-            self._in_backward[number] = found
-        return found
-
-    @cached_property
-    def _in_backward(self) -> dict[int, float]:
-        """Each of a layer's many moments asks for it."""
-        return {}
+        first, end = self.bounds(number)
+        if self.keeps_gathered:
+            return self.size(first, self.num_layers)
+        return self.size(first, end) + self._following(number, -1, max(self.num_ahead, 1))
 
     def copied_of(self, number: int) -> float:
         """Elements of that layer's unit that are copied when it is gathered."""

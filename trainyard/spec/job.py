@@ -44,7 +44,7 @@ class AdapterSpec(SpecModel):
     """What an adapter gives is multiplied by alpha / rank."""
     dropout: Share = 0.0
     """The share of an adapter's inputs that are dropped in training."""
-    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    targets: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
     """Names of the linear modules that get an adapter; the packed experts of a mixture get none."""
 
 

@@ -109,9 +109,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, ranges: torch.Tensor, 
 
 def _write_products(pairs: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor) -> None:
     """Of those of one part of a weight; nothing but `rows` is left of it."""
-    blocks = pairs.index_select(0, codes.flatten().int()).view(
-        *factors.shape[:-1], 2 * codes.size(-1) // factors.size(-2)
-    )
+    num_blocks = factors.size(1)
+    blocks = pairs.index_select(0, codes.flatten().int()).view(-1, num_blocks, rows.size(1) // num_blocks)
     torch.mul(blocks, factors, out=rows.view_as(blocks))
 
 
