@@ -173,7 +173,7 @@ def _elementwise(question: Question, **changes: Any) -> float:
     compression = dataclasses.replace(question.shape.compression, **changes)
     shape = dataclasses.replace(question.shape, compression=compression)
     rank = timing._Rank(shape, question.layout, question.device, question.links, DEFAULT_CONSTANTS)
-    ((_, work, _),) = rank.layers()
+    ((_, work, _),) = rank.layers
     return work.elementwise
 
 

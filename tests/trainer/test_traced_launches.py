@@ -29,6 +29,9 @@ EXPERTS = {
     **{"decoder_sparse_step": 1, "norm_topk_prob": True},
 }
 
+READ_IN_PARTS = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 3}
+WIDE_EXPERTS = EXPERTS | {"hidden_size": 2048, "moe_intermediate_size": 4096, "num_hidden_layers": 3}
+
 HYBRID = {
     **{"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*M-", "head_dim": 128, "mamba_num_heads": 32},
     **{"mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
@@ -153,6 +156,10 @@ def test_small_updates_take_what_launching_them_does(adapter: str | None) -> Non
         pytest.param({"data_replicate": 4, "tensor": 2}, {}, None, {}, marks=pytest.mark.slow),
         pytest.param({"data_shard": 4}, {}, "lora", {}, marks=pytest.mark.slow),
         pytest.param({"data_shard": 4}, {}, "qlora", {}, marks=pytest.mark.slow),
+        ({"data_shard": 4}, READ_IN_PARTS, "qlora", {"activation_checkpointing": "full"}),
+        ({"data_shard": 4}, READ_IN_PARTS, "qlora", {"activation_checkpointing": "selective"}),
+        ({"data_shard": 4}, WIDE_EXPERTS, "qlora", {}),
+        ({"data_shard": 4}, WIDE_EXPERTS, "qlora", {"activation_checkpointing": "full"}),
     ],
 )
 def test_layers_launch_the_kernels_that_their_trace_has(

@@ -29,11 +29,11 @@ MLP_OUTPUTS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"
 
 def reads_last_product(shape: ModelShape, layout: Layout) -> bool:
     """Whether anything of a layer needs what its last product gives: an adapter's matrices, the second of which comes
-    after it; a norm, which of four a layer is the last; or dropout, which keeps its mask. A hybrid's layers end in one
+    after it; a norm, where that is a layer's last; or dropout, which keeps its mask. A hybrid's layers end in one
     block's product or the other's."""
     outputs = MLP_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else MLP_OUTPUTS
     is_adapted = layout.method != "full" and not outputs.isdisjoint(layout.lora_targets)
-    return is_adapted or shape.norms_per_layer >= 4 or shape.norms_after or shape.dropout or layout.dropout
+    return is_adapted or shape.ends_in_norm or shape.dropout or layout.dropout
 
 
 def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head: bool, split: int = 1) -> float:

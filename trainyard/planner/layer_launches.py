@@ -6,13 +6,14 @@ longer. The counts are by reading transformers' code as the trainer runs it, and
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from trainyard.planner.adapters import MLP_INPUTS, MLP_OUTPUTS
 from trainyard.planner.layout import Layout
 from trainyard.planner.quantized_reads import num_parts
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage
-from trainyard.planner.trainer_layers import DELTA_CHUNK, LOSS_PART_TOKENS, TrainerLayers
+from trainyard.planner.trainer_layers import DELTA_CHUNK, LOSS_PART_TOKENS, TrainerLayers, layers_of
 from trainyard.planner.weight_tensors import weight_tensors
 
 Kernels = tuple[float, float]
@@ -115,19 +116,25 @@ class LayerLaunches:
 
     def stage(self, stage: Stage) -> tuple[float, float, float]:
         """Forward, backward and computed again, of all that a pipeline's rank has."""
-        shape, share = self.shape, stage.layers / self.shape.layers
+        share = stage.layers / self.shape.layers
+        read = self.shape.moe_layers * self._reading_experts
+        forward, backward = total(times(share, self._all_layers), self._weights(stage), self._ends(stage))
+        # Experts' weights are read where their layer goes back, made again or not.
+        again = share * self._again(self._all_layers[0] - read)
+        return forward, backward, again
+
+    @cached_property
+    def _all_layers(self) -> Kernels:
+        shape = self.shape
         attention, dense, routed = self.attention(), self._block(shape.ffn), self._routed()
         delta = total(attention, times(DELTA_KERNELS * self.layout.sequence_length / DELTA_CHUNK, (1, 1)))
-        layers = total(
+        return total(
             times(shape.num_attentions, attention),
             times(shape.delta_layers, delta),
             times(shape.mamba_layers, MAMBA),
             times(shape.num_mlps, dense),
             times(shape.moe_layers, routed),
         )
-        forward, backward = total(times(share, layers), self._weights(stage), self._ends(stage))
-        again = share * self._again(layers[0])
-        return forward, backward, again
 
     def attention(self) -> Kernels:
         """Norms, projections, rotation, attention itself and the residual."""
@@ -181,7 +188,13 @@ class LayerLaunches:
             parts += [self._mlp(), times(shape.shared_gate, (2, 4))]
         if self._layers.is_autocast and not self._layers.is_frozen:
             parts.append(CAST_EXPERTS)
+        parts.append(times(self._reading_experts, (1, 1)))
         return total(*parts)
+
+    @property
+    def _reading_experts(self) -> float:
+        """QLoRA: kernels that read a layer's experts, of each product all of them at once."""
+        return sum(map(_unpacked, self._layers.reads.experts_weights)) * (self.layout.method == "qlora")
 
     def _norms(self, number: float) -> Kernels:
         # After a block they read what a product gives.
@@ -234,15 +247,16 @@ class LayerLaunches:
         shape, layers = self.shape, self.shape.layers
         if self.layout.recompute == "none":
             return 0.0
+        reads = self._layers.reads
         if self.layout.recompute == "full":
-            return forward - NOT_AGAIN * layers
+            unread = shape.num_mlps * _unpacked(reads.block_weights) * self._layers.stops_before_reading
+            return forward - NOT_AGAIN * layers - unread
         # Products are kept (the last of each block ends it), and attention's kernels; experts' are made again.
         attention_kernels = layers
         mixing = shape.num_attentions * (1 if shape.fused_qkv else 3) + layers
         blocks = shape.num_mlps * (1 + shape.gated_mlp) + layers
         products, unpacked = mixing + blocks, 0.0
         if self.layout.method == "qlora":
-            reads = self._layers.reads
             unpacked = mixing * _unpacked(reads.mixing_weights) + blocks * _unpacked(reads.block_weights)
         return forward - products - attention_kernels - unpacked
 
@@ -251,6 +265,6 @@ class LayerLaunches:
         """A hybrid's layers have one block each."""
         return self.shape.norms_per_layer / (1 if self.shape.is_hybrid else 2)
 
-    @property
+    @cached_property
     def _layers(self) -> TrainerLayers:
-        return TrainerLayers(self.shape, self.layout)
+        return layers_of(self.shape, self.layout)

@@ -34,8 +34,8 @@ from trainyard.planner.stages import (
     stages,
     vocabulary_split,
 )
-from trainyard.planner.trainer_layers import TrainerLayers
-from trainyard.planner.trainer_memory import gradients_come_late, least_kept, worst_moment
+from trainyard.planner.trainer_layers import layers_of
+from trainyard.planner.trainer_memory import gradients_come_late, least_moment, worst_moment
 
 SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
 """torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
@@ -241,18 +241,20 @@ def memory(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAU
 
 
 def least_memory(shape: ModelShape, layout: Layout) -> Memory:
-    """No more than `memory` of our own trainer, for a small part of its work: the first rank's state, and what its
-    layers keep. A search asks for the rest where this fits."""
+    """No more than `memory` of our own trainer, for a small part of its work: the first rank's state, and the least
+    of its worst moment. A search asks for the rest where this fits."""
     stage = stages(shape, layout)[0]
     shape = part_of(shape, layout, stage)
-    parameters, gradients, optimizer = _state(shape, layout, stage, stage_params(shape, layout, stage))
+    params = stage_params(shape, layout, stage)
+    parameters, gradients, optimizer = _state(shape, layout, stage, params)
+    least = least_moment(shape, layout, stage, params)
     return Memory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=least_kept(shape, layout, stage),
+        activations=least.activations,
         logits=0.0,
-        buffers=0.0,
+        buffers=least.buffers,
         workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
         late_gradients=gradients if gradients_come_late(layout) else 0.0,
         moving_error=0.0,  # of the worst moment's activations, which may be fewer beside more of the rest
@@ -489,7 +491,7 @@ def _adapter_state(
     moments = moment_bytes(layout)
     copied = moments * copies * (1.0 if layout.moment_bytes else 0.5)
     if layout.library == "trainyard":
-        ours = TrainerLayers(shape, layout)
+        ours = layers_of(shape, layout)
         if layout.method == "qlora":
             linear_bytes = ours.weight_element
         # Learned positions are no linear layer either, and whole on every tensor rank. Expert ranks are among those

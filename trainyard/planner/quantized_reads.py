@@ -63,12 +63,18 @@ class QuantizedReads:
         return self._reading(self.mixing_weights)
 
     @property
+    def experts_weights(self) -> tuple[float, float]:
+        """Of a layer's experts here: of the product or products before their last one, which are read as one weight,
+        and of that one."""
+        last = self._expert_weights / (3 if self.shape.gated_mlp else 2)
+        return self._expert_weights - last, last
+
+    @property
     def experts_bytes(self) -> float:
         """The same of a layer's experts, one kind of weights after the other: those of the last product are read beside
         all that came of the others'."""
-        weights, last = self._expert_weights, 1 / 3 if self.shape.gated_mlp else 1 / 2
-        first = (1 - last) * weights
-        return max(self._reading(first), self._reading(last * weights, beside=first))
+        first, last = self.experts_weights
+        return max(self._reading(first), self._reading(last, beside=first))
 
     @property
     def read_experts_bytes(self) -> float:

@@ -328,6 +328,11 @@ class ModelShape:
         up = self.kv_lora_rank * (self.query_dim + self.value_dim)
         return query + down + up + self.value_dim * self.hidden + biases
 
+    @property
+    def ends_in_norm(self) -> bool:
+        """Whether a layer's last product is read by a norm: one after it, or the last of four."""
+        return self.norms_after or self.norms_per_layer >= 4
+
     def mlp_params(self, width: int) -> int:
         """A feed-forward block of that width, with biases."""
         inputs = 2 if self.gated_mlp else 1

@@ -5,6 +5,7 @@ Micro-batches in flight per schedule: Narayanan et al. (arXiv:2104.04473, sectio
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
@@ -40,8 +41,12 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     return first, Stage(last, False, True, micro_batches_in_flight(layout, count - 1))
 
 
+@lru_cache(maxsize=64)
 def _kinds(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
-    """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight."""
+    """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight.
+
+    Whatever is reckoned of a layout asks for them; the next layout is another one.
+    """
     found: dict[tuple[int, int, int, bool, bool], Stage] = {}
     for place in range(layout.pipeline):
         stage = stage_at(shape, layout, place)

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainyard.hardware import Gpu
 from trainyard.planner.adapters import reads_last_product
@@ -41,7 +42,7 @@ from trainyard.planner.sparse_attention import Compression
 from trainyard.planner.stages import Stage, stage_params, stages
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
-from trainyard.planner.trainer_layers import DELTA_CHUNK, TrainerLayers
+from trainyard.planner.trainer_layers import DELTA_CHUNK, TrainerLayers, layers_of
 from trainyard.planner.trainer_products import Product, attention_products, block_products
 from trainyard.planner.unfused import Unfused
 from trainyard.planner.updates import update_seconds
@@ -119,7 +120,7 @@ def time_spread(shape: ModelShape, layout: Layout, device: Gpu) -> float:
     """The 80% interval of a step's time is from the estimate over this factor to the estimate times it."""
     # Links have no part in what a layer computes.
     rank = _Rank(shape, layout, device, Fabric(1, 1.0, 1.0, EFA), DEFAULT_CONSTANTS)
-    kinds = rank.layers()
+    kinds = rank.layers
     if sum(count for count, work, launch in kinds if work.forward < 1.5 * launch) >= sum(kind[0] for kind in kinds) / 2:
         return SPREAD_LAUNCH
     loops = layout.engine in ("plain", "deepspeed") or layout.library in ("transformers", "trainyard")
@@ -141,7 +142,7 @@ class _Rank(Operators):
         """One micro-batch through a stage."""
         shape, layout, constants = self.shape, self.layout, self.constants
         frozen = layout.method != "full"
-        kinds = self.layers()
+        kinds = self.layers
         total = sum(count for count, _, _ in kinds)
         forward = backward = again = 0.0
         least = 0.0 if self._is_queued else constants.launch_seconds
@@ -157,13 +158,13 @@ class _Rank(Operators):
         again += stage.layers * self._modules_again()
         if layout.library == "trainyard":  # compiled or not: blocks alone are compiled
             held = stage_params(shape, layout, stage).total
-            for_weights = Unfused(shape, layout).weights(held)
+            for_weights = self._unfused.weights(held)
             times = 1 / layout.num_micro_batches if layout.gathers_once else 1.0
             forward += times * for_weights[0] / self.bytes_per_second
             backward += times * for_weights[1] / self.bytes_per_second
             if stage.embedding and not frozen:
                 rows = shape.vocab * shape.hidden / self._head_split
-                backward += Unfused(shape, layout).embedding_gradient(rows) / self.bytes_per_second
+                backward += self._unfused.embedding_gradient(rows) / self.bytes_per_second
         if layout.offloads_checkpoints:
             # One goes out while the next layer runs, and comes back while the one after it is differentiated.
             moved = stage.layers * self.tokens * self._stream * layout.element_bytes / PCIE_BYTES_PER_SECOND
@@ -174,7 +175,7 @@ class _Rank(Operators):
             forward += heads * max(head[0], least)
             backward += heads * (max(head[1], least) if head[1] else 0.0)
         if self._is_queued:
-            launches = LayerLaunches(shape, layout).stage(stage)
+            launches = self._launches.stage(stage)
             (forward,) = queued([forward], launches[:1], constants)
             backward, again = queued([backward, again], launches[1:], constants)
         return Pass(
@@ -192,6 +193,18 @@ class _Rank(Operators):
         """Our own trainer's kernels are counted (`layer_launches`): the host runs ahead of the GPU through a pass. Of
         others' loops, and compiled blocks, a layer is the least that either can be late by."""
         return self.layout.library == "trainyard" and self.layout.unfused
+
+    @cached_property
+    def _trainer_layers(self) -> TrainerLayers:
+        return layers_of(self.shape, self.layout)
+
+    @cached_property
+    def _unfused(self) -> Unfused:
+        return Unfused(self.shape, self.layout)
+
+    @cached_property
+    def _launches(self) -> LayerLaunches:
+        return LayerLaunches(self.shape, self.layout)
 
     def _tensor_exposed(self) -> float:
         """Share of the tensor ranks' collectives that stands alone: all of it where each is waited for."""
@@ -322,6 +335,7 @@ class _Rank(Operators):
         is_core = self.layout.engine != "megatron" or self.layout.makes_again("core_attn")
         return (0.1 * work.scores if self.layout.flash_attention else work.scores) * is_core
 
+    @cached_property
     def layers(self) -> list[tuple[float, _Work, float]]:
         """(how many, GPU seconds, host seconds) of each kind of layer."""
         shape, constants = self.shape, self.constants
@@ -405,7 +419,7 @@ class _Rank(Operators):
             products -= last
         around = 6 * self._stream + 3 * width / split
         unpacked = self._unpacked((width + shape.query_dim) * shape.hidden / split)
-        around, unfused = self._moved(around, Unfused(shape, self.layout).attention_half)
+        around, unfused = self._moved(around, self._unfused.attention_half)
         return _Work(
             products + last,
             self._score_seconds(),
@@ -508,7 +522,7 @@ class _Rank(Operators):
             share = shape.indexer.layers / shape.layers
             flops += share * self.tokens * shape.indexer.flops_per_token(layout.sequence_length)
         if layout.flash_attention:
-            masked, whole = TrainerLayers(shape, layout).masked_share, each * layout.sequence_length
+            masked, whole = self._trainer_layers.masked_share, each * layout.sequence_length
             seconds = self.fused_attention(flops if not masked else whole, shape.head_dim, efficient=self._is_efficient)
             hidden = self.fused_attention(whole, shape.head_dim, is_causal=False, efficient=True)
             return (1 - masked) * seconds + masked * hidden
@@ -537,7 +551,7 @@ class _Rank(Operators):
             products -= last
         around = 6 * self._stream + (inputs + 1) * width / split
         unpacked = self._unpacked((inputs + 1) * width * shape.hidden / split)
-        around, unfused = self._moved(around, lambda: Unfused(shape, self.layout).block(width))
+        around, unfused = self._moved(around, lambda: self._unfused.block(width))
         return _Work(products + last, 0.0, around, 0.0, last, unpacked, unfused, gradients=gradients)
 
     def _fullest(self) -> float:
@@ -586,7 +600,7 @@ class _Rank(Operators):
         gradients = sum(self.gradients(copies, *size, local, frozen=frozen) for size in sizes)
         router = self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
         shared = self._mlp(shape.shared_ffn)
-        moved = [each / self.bytes_per_second for each in Unfused(shape, layout).routed(copies)]
+        moved = [each / self.bytes_per_second for each in self._unfused.routed(copies)]
         if not self._is_queued:  # compiled: what puts copies in order moves as much
             return _Work(products + router + shared.products, 0.0, moved[0] + shared.elementwise)
         return _Work(
@@ -618,7 +632,7 @@ class _Rank(Operators):
         around = self._elementwise(6 * self._stream + 12 * mixed / split)
         rule, precision = 0.0, "bf16"
         if self.layout.library == "trainyard":
-            rule = 3 * (TrainerLayers(shape, self.layout).delta_bytes / self.bytes_per_second)
+            rule = 3 * (self._trainer_layers.delta_bytes / self.bytes_per_second)
             precision = "fp32"
         # Two products within a chunk and two solved systems, one product with new values, three with the state.
         keys, values = shape.delta_value_heads * shape.delta_key_head_dim, shape.delta_value_width
@@ -644,7 +658,7 @@ class _Rank(Operators):
 
     def _trainer_head_seconds(self, logits: float) -> tuple[float, float]:
         """The same of our own trainer."""
-        shape, layout, layers = self.shape, self.layout, TrainerLayers(self.shape, self.layout)
+        shape, layout, layers = self.shape, self.layout, self._trainer_layers
         rows = self.tokens
         if layers.loss_is_in_head:
             rows = min(rows, float(layout.loss_chunk_tokens or rows))
@@ -652,7 +666,7 @@ class _Rank(Operators):
         products = [self.product(*each, wide=True), self.gradients(*each, frozen=layout.method != "full")]
         if self._is_unaligned:
             products = [product / self.constants.unaligned_speed for product in products]
-        moves = Unfused(shape, layout)
+        moves = self._unfused
         if layers.loss_is_in_head:
             return self.tokens / rows * sum(products) + moves.loss(logits) / self.bytes_per_second, 0.0
         forward, backward = (moved / self.bytes_per_second for moved in moves.whole_loss(logits))

@@ -7,7 +7,7 @@ they read.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from trainyard.planner.adapters import (
     ATTENTION_INPUTS,
@@ -275,14 +275,9 @@ class TrainerLayers:
         return self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(MLP_INPUTS))
 
     @cached_property
-    def ends_in_norm(self) -> bool:
-        """Whether a layer's last product is read by a norm."""
-        return self.shape.norms_after or self.shape.norms_per_layer >= 4
-
-    @cached_property
     def last_norm_bytes(self) -> float:
         """Where it is, what this norm keeps."""
-        return (self.outputs_norms_bytes or self.norm_input_bytes) * self.ends_in_norm
+        return (self.outputs_norms_bytes or self.norm_input_bytes) * self.shape.ends_in_norm
 
     @cached_property
     def block_frame_bytes(self) -> float:
@@ -316,7 +311,7 @@ class TrainerLayers:
     @cached_property
     def adapts_last(self) -> bool:
         """Whether a layer's last product has an adapter."""
-        return self.is_frozen and self._adapts(MLP_OUTPUTS)
+        return self._adapts(MLP_OUTPUTS)
 
     @cached_property
     def stops_before_reading(self) -> bool:
@@ -865,3 +860,9 @@ class TrainerLayers:
 
     def _adapts(self, names: frozenset[str]) -> bool:
         return self.is_frozen and not names.isdisjoint(self.layout.lora_targets)
+
+
+@lru_cache(maxsize=64)
+def layers_of(shape: ModelShape, layout: Layout) -> TrainerLayers:
+    """The same for every part of an estimate: its memory's moments, its times and its launches ask for the same."""
+    return TrainerLayers(shape, layout)

@@ -8,7 +8,7 @@ one it is depends on the sizes, so each is reckoned, and the largest is the answ
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainyard.planner.adapters import adapter_params
@@ -24,7 +24,7 @@ from trainyard.planner.stages import (
     num_vocabulary_matrices,
     vocabulary_split,
 )
-from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
+from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, layers_of
 
 WEIGHING = 3
 """Tensors of a hidden state of every choice of a token, while the weighted sum of its experts is differentiated: what
@@ -54,18 +54,19 @@ class Moment:
 
 def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> Moment:
     """The moment of a step at which a rank of the stage holds most; of a stage without layers or head there is none."""
-    step = _Step(shape, layout, stage, params)
-    ways = [step.at(done) for done in _passes_done(layout, stage)] if layout.pipeline > 1 else [step]
-    moments = (moment for way in ways for moment in way.moments())
+    moments = (moment for way in _ways(shape, layout, stage, params) for moment in way.moments())
     return max(moments, key=lambda moment: moment.total, default=Moment(0.0, 0.0, 0.0))
 
 
-def least_kept(shape: ModelShape, layout: Layout, stage: Stage) -> float:
-    """Bytes that no worst moment of a stage with layers has less than: what these keep of the micro-batches in flight,
-    beside a backward pass of one of them."""
-    layers = TrainerLayers(shape, layout)
-    in_flight = min(stage.in_flight, layout.num_micro_batches)
-    return in_flight * (stage.layers * layers.kept_bytes - layers.unreached_bytes * stage.embedding)
+def least_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> Moment:
+    """What no worst moment of a stage with layers has less than, quickly there."""
+    return max((way.least() for way in _ways(shape, layout, stage, params)), key=lambda moment: moment.total)
+
+
+def _ways(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> list["_Step"]:
+    """A rank as it goes forward and back, of a pipeline's where it may hold most."""
+    step = _Step(shape, layout, stage, params)
+    return [step.at(done) for done in _passes_done(layout, stage)] if layout.pipeline > 1 else [step]
 
 
 def gradients_come_late(layout: Layout) -> bool:
@@ -112,7 +113,7 @@ class _Step:
     def __init__(self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> None:
         self._shape, self._layout, self._stage = shape, layout, stage
         self._at: _PassesDone | None = None
-        self._layers = TrainerLayers(shape, layout)
+        self._layers = layers_of(shape, layout)
         vocabulary = self._layers.head_weight
         matrices = num_vocabulary_matrices(shape, layout, stage)
         self._is_tied = shape.tied_embeddings and matrices == 1
@@ -170,6 +171,11 @@ class _Step:
             copied=self._experts if cuts_experts_inside(shape, layout) else 0.0,
         )
 
+    def least(self) -> Moment:
+        """In the backward pass of a stage's last layer there is no less: what layers keep of the micro-batches in
+        flight, and in a pipeline all weights that FSDP has gathered, with sums of gradients."""
+        return Moment(self._kept_in_all(), 0.0, self._weights(0.0) * (self._layout.pipeline > 1))
+
     def moments(self) -> Iterator[Moment]:
         """All that can be the worst."""
         at = self._at
@@ -183,7 +189,7 @@ class _Step:
             yield from self._in_forward()
             if self._is_sharded and self._gathers_frozen and self._layout.pipeline > 1:
                 yield from self._at_first_pass()
-        for number in self._units.dearest:
+        for number in self._dearest():
             # Layers without experts are a model's first.
             if number >= self._routed_layers:
                 yield from self._in_layer(number)
@@ -193,6 +199,20 @@ class _Step:
                 yield from self._in_routed_layer(number)
             yield from self._at_reduction(number)
         yield from self._at_end()
+
+    def _dearest(self) -> Sequence[int]:
+        """Numbers of layers of which one's backward pass can be the worst. A pipeline gathers all for the whole step:
+        from layer to layer of a kind as much comes and goes, whatever the moment, so that it is the first or the last
+        one, by what there is beside it."""
+        count, routed = self._stage.layers, self._routed_layers
+        if self._layout.pipeline == 1 or self._layers.delta_excess_bytes:
+            return self._units.dearest
+        kinds = [(first, last) for first, last in ((0, routed - 1), (routed, count - 1)) if first <= last]
+        return [max(kind, key=self._beside) for kind in kinds]
+
+    def _beside(self, number: int) -> float:
+        """What a pipeline's rank holds beside the layer whose backward pass it is, but for what is always there."""
+        return self._others(number) + self._weights_and_gradients(number, 0.0, 0.0)
 
     def _whole(self, number: int) -> float:
         """Parameters of the layer that is `number`th from the stage's end."""
@@ -342,7 +362,9 @@ class _Step:
         made = layers.whole_hidden_bytes * (layers.adapts_last and not is_whole)  # kept once its weight has been read
         last = max(activated, layers.reads.last_bytes - made, num_last * layers.whole_hidden_bytes)
         if is_whole:
-            there = layers.whole_bytes - layers.mlp_norm_output_bytes + held * layers.has_norm_copies
+            # Its last norm has read nothing yet.
+            there = layers.whole_bytes - layers.mlp_norm_output_bytes - layers.last_norm_bytes
+            there += held * layers.has_norm_copies
             gated = layers.product_bytes * (not layers.keeps_block_result)
             return there + layers.block_frame_bytes + max(gated + last, held)
         there = layers.kept_bytes + layers.input_bytes + layers.block_frame_bytes + layers.summed_products_bytes
@@ -369,22 +391,7 @@ class _Step:
         in_block += self._adding(mlp / 3)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
         if layers.is_frozen and self._layout.recompute != "none":
-            # Made again: gate and up, or what is activated, and as many tensors on the way to the last product's input.
-            block = (4 if self._shape.gated_mlp else 2) * layers.product_bytes
-            if layers.reads_last_again:
-                block = max(block, block - layers.product_bytes + layers.reads.last_bytes)
-            if self._layout.recompute == "full" and "gate_up_proj" in self._layout.lora_targets:
-                block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
-            again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
-            again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
-            again -= layers.last_norm_bytes  # whose input nothing has given yet
-            again = max(again, self._in_norm_again())
-            # What came to the last product's input already; or what came to the layer, scaled for that one's adapter:
-            # where a norm comes after it, that one asks first.
-            scaled = layers.adapts_last and not layers.ends_in_norm
-            again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * scaled
-            if layers.ends_in_norm:
-                again = max(again, self._in_last_norm_again())
+            again = self._made_again()
             yield self._moment(others + again, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
         if self._layout.method == "qlora":
             reading = others + max(self._reading_first(), self._reading_mixing())
@@ -398,7 +405,10 @@ class _Step:
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if layers.score_gradient_bytes:
             gone = layers.norm_input_bytes + layers.mlp_norm_output_bytes + layers.outputs_norms_bytes * 2
-            gone *= self._shape.norms_per_layer >= 4
+            # A norm after attention reads what this gave, and of parallel halves the other's has not gone back; beside
+            # the copies of context parallelism traces have as much as two norms keep.
+            is_there = self._layout.flash_attention or self._shape.norms_after or self._shape.parallel_residual
+            gone *= self._shape.norms_per_layer >= 4 or not is_there
             in_scores = left - gone + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         yield from self._in_norms(number, left, mlp)
@@ -409,21 +419,35 @@ class _Step:
             in_rotation = layers.attention_norm_bytes + layers.rotating_bytes + again
             yield self._moment(others + in_rotation, self._weights_and_gradients(number, 0.0, before), 0.0, gradients)
 
+    def _made_again(self) -> float:
+        """Adapters: of a layer that is made again what there is in its feed-forward block, or in its norms."""
+        layers, above = self._layers, self._above()
+        # Gate and up, or what is activated, and as many tensors on the way to the last product's input.
+        block = (4 if self._shape.gated_mlp else 2) * layers.product_bytes
+        if layers.reads_last_again:
+            block = max(block, block - layers.product_bytes + layers.reads.last_bytes)
+        if self._layout.recompute == "full" and "gate_up_proj" in self._layout.lora_targets:
+            block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
+        again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
+        again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
+        if self._shape.norms_after or not layers.reads_last_again:
+            again -= layers.last_norm_bytes  # whose input nothing has given yet
+        again = max(again, self._in_norm_again())
+        # What came to the last product's input already; or what came to the layer, scaled for that one's adapter:
+        # where a norm comes after it, that one asks first.
+        scaled = layers.adapts_last and not self._shape.ends_in_norm
+        again += layers.product_bytes * layers.stops_before_reading + layers.input_bytes * scaled
+        if self._shape.ends_in_norm:
+            again = max(again, self._in_last_norm_again())
+        return again
+
     def _reading_first(self) -> float:
         """QLoRA: the backward pass of the products that read the second norm's output, the last of them first: what
-        came to each, what an adapter and the product before gave; or one of them is made again, beside what it reads,
-        and what the other gave."""
+        came to each, and what an adapter gave."""
         layers, above = self._layers, self._above()
-        is_two = self._shape.gated_mlp and not self._shape.whole_gate_up
         adapted = layers.whole_hidden_bytes * layers.adapts_first
         came = layers.product_bytes * (1 + self._shape.gated_mlp)
-        if is_two:
-            came = max(came, layers.product_bytes + layers.whole_hidden_bytes)
-        first = came + adapted
-        if self._layout.recompute == "full":
-            read = layers.block_frame_bytes - layers.mlp_norm_output_bytes
-            first = max(first, read + layers.product_bytes * is_two)
-        return layers.attention_half_bytes + above + first + layers.reads.first_bytes
+        return layers.attention_half_bytes + above + came + adapted + layers.reads.first_bytes
 
     def _reading_mixing(self) -> float:
         """The same of attention's last product, when the second norm's gradient is there; and of its queries', when
@@ -450,9 +474,7 @@ class _Step:
         came to it is there in float32 too, where the norm is written out, and what it gives beside what it reads."""
         layers = self._layers
         # The residual stands for what the block read, which is gone.
-        kept = (
-            layers.attention_half_bytes - layers.mlp_norm_output_bytes * (not layers.adapts_first) + layers.input_bytes
-        )
+        kept = layers.attention_half_bytes + layers.input_bytes
         kept += (1 + self._shape.gated_mlp + layers.keeps_block_result) * layers.product_bytes
         if not layers.has_norm_copies:
             # Or before it the last product's adapter gives its own, which is scaled.
@@ -880,6 +902,11 @@ class _Step:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
         way, and the head's."""
         layers, layout = self._layers, self._layout
+        head = layers.head_weight * self._stage.head
+        if layout.pipeline > 1:
+            is_first = layout.method == "full" and self._at is not None and not self._at.summed
+            made = (self._units.size(0, number) + head) * is_first
+            return self._weights(0.0) + made * max(4, layers.element)
         # Of layers that are computed again, autocast has forgotten all but the one; else those that have gone back.
         cast = self._whole(number)
         if layout.recompute == "none":
@@ -887,12 +914,8 @@ class _Step:
             gone = done * (self._experts + self._rest) + (number - done) * self._layer
             cast = self._params - self._root - gone
         found = self._weights(self._units.in_backward(number), cast)
-        head = layers.head_weight * self._stage.head
         if layout.method != "full":
             return found
-        if layout.pipeline > 1:
-            is_first = self._at is not None and not self._at.summed
-            return found + (self._units.size(0, number) + head) * is_first * max(4, layers.element)
         if not self._is_sharded:
             # They are the rank's own at once, but for a tied head's: that waits for the embedding's.
             waits = self._is_tied and layout.engine == "torch" and self._is_replicated

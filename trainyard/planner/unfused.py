@@ -7,10 +7,11 @@ of this.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.trainer_layers import LOSS_PART_TOKENS, TrainerLayers
+from trainyard.planner.trainer_layers import LOSS_PART_TOKENS, TrainerLayers, layers_of
 
 NORM_BYTES = {
     "rms": (36.0, 92.0),
@@ -235,9 +236,9 @@ class Unfused:
         """Of so many of a rank's rows: it is as large as they are, and is added to the head's where both are one."""
         return self._layers.residual_element * (1 + 3 * self.shape.tied_embeddings) * weights
 
-    @property
+    @cached_property
     def _layers(self) -> TrainerLayers:
-        return TrainerLayers(self.shape, self.layout)
+        return layers_of(self.shape, self.layout)
 
     @property
     def _is_ours(self) -> bool:
