@@ -321,6 +321,28 @@ class TrainerLayers:
         return is_again and not reads_last_product(self.shape, layout)
 
     @cached_property
+    def _num_scores(self) -> float:
+        """A rank's, of a layer."""
+        return self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
+
+    @cached_property
+    def returned_scores_bytes(self) -> float:
+        """Where scores are written out, their softmax, which attention returns: a layer's code has it in its hands to
+        its end. Under autocast rotated queries, whose type it has, are in fp32."""
+        return self._num_scores * self.residual_element * (not self.layout.flash_attention)
+
+    @cached_property
+    def scores_again_bytes(self) -> float:
+        """Beside what selective recomputation keeps of a layer, where scores are written out, while their softmax is
+        made again: wide ones before it and after it (masked ones stand for those that were kept); rotated queries (in
+        order, too, in place of those that were kept), and keys and values for every query."""
+        if self.layout.flash_attention or self.layout.recompute != "selective":
+            return 0.0
+        widths = 2 * self.shape.query_dim + self.shape.value_dim
+        scores = self._num_scores * (8 if self._widens_softmax else self.element)
+        return scores + self.tokens * self.element * widths / self.layout.tensor
+
+    @cached_property
     def score_gradient_bytes(self) -> float:
         """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
         comes to it and the one that it gives, both in its own type. What values were multiplied with has been let go,
@@ -331,17 +353,15 @@ class TrainerLayers:
             all_tokens = self.tokens * self.layout.context / self.layout.tensor
             is_gathered = self.layout.context > 1
             return all_tokens * self.element * (2 * keys + self.shape.value_dim) * is_gathered
-        num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
-        return num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
+        return self._num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
 
     @cached_property
     def sink_bytes(self) -> float:
         """Written-out attention with sinks (gpt_oss) when it has its softmax: scores with their mask, whose type they
         take, beside their sinks and less each row's largest, and what comes of these; narrowed where autocast was."""
-        num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
         is_there = self.shape.attention_sinks and not self.layout.flash_attention
         wide = self.residual_element
-        return num_scores * (3 * wide + self.element * (wide > self.element)) * is_there
+        return self._num_scores * (3 * wide + self.element * (wide > self.element)) * is_there
 
     @cached_property
     def attention_bytes(self) -> float:

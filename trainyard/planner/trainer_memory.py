@@ -184,6 +184,7 @@ class _Step:
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
         yield from self._in_last_scores()
+        yield from self._in_last_block()
         yield from self._in_two_passes()
         if self._layout.method != "full":
             yield from self._in_forward()
@@ -290,6 +291,19 @@ class _Step:
         copies = layers.input_bytes + 2 * layers.tokens * layers.element * shape.query_dim / self._layout.tensor
         held = self._kept_in_all() + self._ends() + layers.sink_bytes + copies
         yield Moment(held, 0.0, self._weights(self._units.running(0)) + self._received())
+
+    def _in_last_block(self) -> Iterator[Moment]:
+        """Trained whole and computed again, where scores are written out: the last layer's feed-forward block in the
+        forward pass, beside the scores that its code still has in its hands and nobody keeps."""
+        layers, layout = self._layers, self._layout
+        is_there = layout.method == "full" and layout.recompute != "none" and self._stage.layers
+        if not (layers.returned_scores_bytes and is_there):
+            return
+        held = self._kept_in_all() + self._ends() + layers.returned_scores_bytes
+        # Its last product and what that reads; the residual, and what the norm before it gave.
+        block = layers.product_bytes + layers.whole_hidden_bytes
+        block += layers.input_bytes + layers.hidden * layers.residual_element
+        yield Moment(held + block, 0.0, self._weights(self._units.running(0)) + self._received())
 
     def _at_first_layer(self) -> Moment:
         """In the forward pass: what FSDP gathered the vocabulary's matrices into stays until a unit is gathered too."""
@@ -411,6 +425,9 @@ class _Step:
             gone *= self._shape.norms_per_layer >= 4 or not is_there
             in_scores = left - gone + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
+        if layers.scores_again_bytes:
+            again = layers.kept_bytes + above + layers.whole_hidden_bytes + layers.scores_again_bytes
+            yield self._moment(others + again, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         yield from self._in_norms(number, left, mlp)
         if layers.rotating_bytes:
             again = 0.0

@@ -67,6 +67,21 @@ def test_norms_that_have_gone_back_are_not_beside_written_out_scores(
     assert planned == pytest.approx(traced, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("targets", "recompute", "layers"),
+    [(FIRST, "selective", 2), (LAST, "selective", 4), ((), "selective", 6), ((), "full", 6)],
+)
+def test_scores_that_are_written_out_are_made_again_and_in_a_layers_hands(
+    targets: tuple[str, ...], recompute: str, layers: int
+) -> None:
+    """Without targets the model is trained whole: its last layer's scores lie beside its feed-forward block."""
+    model = DENSE | {"model_type": "llama", "intermediate_size": 4096, "num_hidden_layers": layers}
+    few = {"micro_batch_size": 4, "activation_checkpointing": recompute, "global_batch_size": 32}
+    adapts = {"adapter": "lora", "adapts": {"targets": targets}} if targets else {}
+    planned, traced = moving(agreement(model, COPIES, attention="eager", sequence_length=512, **adapts, **few))
+    assert planned == pytest.approx(traced, rel=0.005 if targets else 0.02)
+
+
 def test_beside_copies_of_all_ranks_keys_there_is_as_much_as_two_norms_keep() -> None:
     model = DENSE | {"model_type": "llama", "intermediate_size": 1024}
     few = {"micro_batch_size": 1, "activation_checkpointing": "none", "global_batch_size": 8}
