@@ -5,7 +5,7 @@ one in time and in dollars; the rest is the front. Chosen is the cheapest that k
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
@@ -350,11 +350,15 @@ class _Searched:
 
     def _within(self, job: JobSpec, machines: Machines, fitting: Sequence[_Fitting], moved: Moved | None) -> Option:
         """The simplest that is as fast as any, but where it breaks a limit that the fastest keeps."""
-        simplest = _fastest_to_run(fitting, moved)
+
+        def fits(item: _Fitting) -> bool:
+            return self._fits(job, item.layout, machines)
+
+        simplest = _fastest_to_run(fitting, moved, fits=fits)
         option = self._priced(job, machines, simplest)
         if _obstacle(option, self.limit, self.budget) is None:
             return option
-        first = _fastest_to_run(fitting, moved, gain=0.0)
+        first = _fastest_to_run(fitting, moved, gain=0.0, fits=fits)
         if first is simplest:
             return option
         faster = self._priced(job, machines, first)
@@ -412,9 +416,10 @@ class _Searched:
             if self._fits(job, item.layout, machines):
                 place += 1
                 continue
-            better, _ = self._fastest(job, machines, item.parallelism, rules, guesses=False)
-            found = sorted([*found[:place], *found[place + 1 :], *filter(None, [better])], key=lambda one: one.seconds)
-            place = 0
+            # No faster than what was guessed of it: what comes before stays.
+            reckoned, _ = self._fastest(job, machines, item.parallelism, rules, guesses=False)
+            assert reckoned is not None, "a larger micro-batch fits"
+            found = sorted([*found[:place], *found[place + 1 :], reckoned], key=lambda one: one.seconds)
         return found
 
     def _fastest(
@@ -459,11 +464,11 @@ class _Searched:
                 fitting.add(recompute)
             done.add(size)
             self.num_estimates += 1
-            step = self.formulas.step(layout, machines.instance.gpu, links)
-            if best is None or step.total < best.seconds:
-                best = _Fitting(parallelism, layout, step.total)
-            # Smaller micro-batches gain what a pipeline takes to fill at most, unless they are computed again less.
-            if recompute == allowed[0][1] and best.seconds <= step.total - step.bubble - step.pipeline_communication:
+            seconds = self.formulas.step(layout, machines.instance.gpu, links).total
+            if best is None or seconds < best.seconds:
+                best = _Fitting(parallelism, layout, seconds)
+            if recompute == allowed[0][1] and parallelism.pipeline == 1:
+                # Smaller micro-batches fit as well, and without a pipeline to fill none of them is faster.
                 break
         return best, None if best is not None else frugal
 
@@ -535,18 +540,28 @@ def _smaller_fit(layout: Layout) -> bool:
     return num_stages(layout) == 1 or layout.num_micro_batches > layout.pipeline
 
 
-def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None, gain: float = SAME_SPEED) -> _Fitting:
+def _fastest_to_run(
+    fitting: Sequence[_Fitting],
+    moved: Moved | None,
+    gain: float = SAME_SPEED,
+    *,
+    fits: Callable[[_Fitting], bool] = lambda _: True,
+) -> _Fitting:
     """The simplest of those that the estimate can't tell from the fastest; of a moved job all of them such that the
-    command starts it as it was priced. InputError: none."""
+    command starts it as it was priced. `fits`: asked of what is taken to fit. InputError: none."""
     refusals: list[InputError] = []
+
+    def runs(item: _Fitting) -> bool:
+        return _starts(item, moved, refusals) and fits(item)
+
     by_time = sorted(fitting, key=lambda one: one.seconds)
-    first = next((item for item in by_time if _starts(item, moved, refusals)), None)
+    first = next(filter(runs, by_time), None)
     if first is None:
         name = moved.own.name if moved else ""
         raise refusals[0] if refusals else InputError(f"{name}: no layout runs as it was priced")
     slower = by_time[by_time.index(first) :]
     near = as_fast_simplest_first(slower, lambda item: item.seconds, lambda item: item.parallelism, gain)
-    return next(item for item in near if item is first or _starts(item, moved, refusals))
+    return next(item for item in near if item is first or runs(item))
 
 
 def _starts(item: _Fitting, moved: Moved | None, refusals: list[InputError]) -> bool:

@@ -286,6 +286,11 @@ class TrainerLayers:
         return self.whole_hidden_bytes + self.input_bytes * (self.layout.tensor > 1)
 
     @cached_property
+    def unkept_input_bytes(self) -> float:
+        """What came to a layer that is kept whole, where neither a norm nor an adapter keeps it: its code has it."""
+        return self.input_bytes * (self.shape.norms_after and not self._adapts(ATTENTION_INPUTS))
+
+    @cached_property
     def has_norm_copies(self) -> bool:
         """Whether norms keep a wider copy of what they read."""
         return self.norm != "layer" and self.residual_element < 4
@@ -689,9 +694,13 @@ class TrainerLayers:
         its first norm, and of adapters that leave out what attention reads all that is before them. With parallel
         residuals none comes from attention to the feed-forward block either, whatever attention's adapters are."""
         shape = self.shape
-        if shape.parallel_residual and self.is_frozen and not shape.moe_layers and self.layout.recompute == "none":
-            return 0.0 if self._adapts(MLP_INPUTS | MLP_OUTPUTS) else self.norm_input_bytes + self.mlp_bytes
         inputs = ATTENTION_INPUTS | QUERY_LATENT_INPUTS | KEY_LATENT_INPUTS
+        if shape.parallel_residual and self.is_frozen and not shape.moe_layers and self.layout.recompute == "none":
+            found = self.norm_input_bytes + self._unreached_block_bytes
+            if not self._adapts(inputs):
+                read = self.tokens * self.element * shape.value_dim / self.layout.tensor
+                found += self.attention_bytes - read * self._adapts(ATTENTION_OUTPUTS)
+            return found
         if not self.is_frozen or self.layout.recompute != "none" or shape.delta_layers or shape.parallel_residual:
             return 0.0
         if self._adapts(inputs):
@@ -700,8 +709,17 @@ class TrainerLayers:
             return 0.0
         unreached = self.attention_norm_bytes + self.attention_bytes
         if self._adapts(ATTENTION_OUTPUTS):
+            # What the adapter reads, and what a norm of attention's result keeps.
+            unreached -= self.norm_input_bytes if shape.norms_after else self.outputs_norms_bytes
             return unreached - self.tokens * self.element * shape.value_dim / self.layout.tensor
-        return unreached + self.norm_input_bytes
+        return unreached + self.norm_input_bytes * (not shape.norms_after) + self._unreached_block_bytes
+
+    @cached_property
+    def _unreached_block_bytes(self) -> float:
+        """Of a feed-forward block that no gradient comes to but from its own adapters: all but what these read."""
+        if self._adapts(MLP_INPUTS):
+            return 0.0
+        return self.mlp_bytes - self.product_bytes * self._adapts(MLP_OUTPUTS)
 
     def _kept(self, whole: float, width: float, routed: float) -> float:
         """`routed`: the share of layers with experts."""

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
@@ -63,10 +64,12 @@ def least_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageP
     return max((way.least() for way in _ways(shape, layout, stage, params)), key=lambda moment: moment.total)
 
 
-def _ways(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> list["_Step"]:
-    """A rank as it goes forward and back, of a pipeline's where it may hold most."""
+@lru_cache(maxsize=2)
+def _ways(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> tuple["_Step", ...]:
+    """A rank as it goes forward and back, of a pipeline's where it may hold most. What a search asks first, and then
+    all moments, are of the same."""
     step = _Step(shape, layout, stage, params)
-    return [step.at(done) for done in _passes_done(layout, stage)] if layout.pipeline > 1 else [step]
+    return tuple(step.at(done) for done in _passes_done(layout, stage)) if layout.pipeline > 1 else (step,)
 
 
 def gradients_come_late(layout: Layout) -> bool:
@@ -186,6 +189,7 @@ class _Step:
         yield from self._in_last_scores()
         yield from self._in_last_block()
         yield from self._in_two_passes()
+        yield from self._in_final_norm()
         if self._layout.method != "full":
             yield from self._in_forward()
             if self._is_sharded and self._gathers_frozen and self._layout.pipeline > 1:
@@ -275,6 +279,16 @@ class _Step:
                 coming, cast = 0.0, 0.0 if is_again else self._params - self._root
             yield Moment(held + made, coming, self._weights(gathered, cast) + beside)
 
+    def _in_final_norm(self) -> Iterator[Moment]:
+        """Of a norm that is written out (Cohere's) the last one, when it goes back beside all that layers keep."""
+        layers, layout, at = self._layers, self._layout, self._at
+        if not self._stage.head or layers.norm != "layer_written_out" or (at is not None and not at.has_losses):
+            return
+        cast = 0.0 if layout.recompute != "none" else self._params - self._root
+        made = layers.head_weight * layers.element * (self._is_sharded and layout.method == "full")
+        held = self._kept_in_all() + self._ends() + layers.hidden * (4 + NORM_BACKWARD_BYTES)
+        yield Moment(held, 0.0, self._weights(self._last_gathered(), cast) + made + self._received())
+
     def _from_loss(self) -> Iterator[Moment]:
         """The loss of a later micro-batch goes back: of the head's gradient, which it has made and keeps, a copy."""
         layers = self._layers
@@ -332,7 +346,8 @@ class _Step:
             before = self._kept_before(number) + mask + self._embedded()
             yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)) + self._received())
             gathered = self._weights(units.running(number)) + self._received()
-            yield Moment(before + max(self._running(number), self._in_forward_norm()), 0.0, gathered)
+            running = max(self._running(number), self._in_forward_norm(), self._at_layers_end())
+            yield Moment(before + running, 0.0, gathered)
         if layers.has_norm_copies and self._stage.head:
             # The last norm, written out: what it reads, twice in float32, and narrowed.
             held = self._kept_in_all() + self._embedded() + layers.input_bytes + layers.hidden * (8 + layers.element)
@@ -353,6 +368,15 @@ class _Step:
         if not layers.has_norm_copies or self._layout.recompute != "none":
             return 0.0
         return layers.attention_half_bytes + 2 * layers.input_bytes + layers.split_hidden * (4 + layers.element)
+
+    def _at_layers_end(self) -> float:
+        """Adapters: a layer that is kept whole and ends in a norm, when what this gave has been added to the residual;
+        with what came to the layer."""
+        layers = self._layers
+        if self._layout.recompute != "none" or not self._shape.norms_after:
+            return 0.0
+        residual = layers.whole_hidden_bytes * (not layers.adapts_first)  # else kept
+        return layers.whole_bytes + layers.unkept_input_bytes + residual + 2 * layers.whole_hidden_bytes
 
     def _running(self, number: int) -> float:
         """Adapters: what there is of a layer in its forward pass, while its feed-forward block's last product runs. Of
@@ -379,8 +403,14 @@ class _Step:
             # Its last norm has read nothing yet.
             there = layers.whole_bytes - layers.mlp_norm_output_bytes - layers.last_norm_bytes
             there += held * layers.has_norm_copies
-            gated = layers.product_bytes * (not layers.keeps_block_result)
-            return there + layers.block_frame_bytes + max(gated + last, held)
+            there += layers.unkept_input_bytes
+            # Of parallel halves attention's result waits for the other's.
+            there += layers.whole_hidden_bytes * self._shape.parallel_residual
+            running = layers.product_bytes * (not layers.keeps_block_result) + last
+            if layers.adapts_first and not self._shape.gated_mlp:
+                # Or the first one's, when nothing of the block is kept yet.
+                running = max(running, 3 * layers.product_bytes - layers.mlp_bytes)
+            return there + layers.block_frame_bytes + max(running, held)
         there = layers.kept_bytes + layers.input_bytes + layers.block_frame_bytes + layers.summed_products_bytes
         return there + max(layers.product_bytes + last, held)
 
@@ -401,7 +431,12 @@ class _Step:
         # QLoRA reads the last product's weight before its layer is made again; or once an adapter's gradients are made,
         # for which alone the product's input is kept.
         read = 0.0 if layers.stops_before_reading else layers.reads.last_bytes
-        in_block += max(layers.product_bytes * (not layers.adapts_last) + read, factors * layers.product_bytes)
+        made = factors * layers.product_bytes
+        if layers.is_frozen and self._layout.recompute == "none":
+            made -= layers.last_norm_bytes  # which has gone back, and let go of what it kept
+        elif self._layout.method == "qlora" and layers.adapts_last and self._shape.norms_after:
+            made += layers.whole_hidden_bytes  # the norm's gradient, while the weight is read beside the adapter's
+        in_block += max(layers.product_bytes * (not layers.adapts_last) + read, made)
         in_block += self._adding(mlp / 3)
         yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
         if layers.is_frozen and self._layout.recompute != "none":
@@ -419,10 +454,13 @@ class _Step:
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if layers.score_gradient_bytes:
             gone = layers.norm_input_bytes + layers.mlp_norm_output_bytes + layers.outputs_norms_bytes * 2
-            # A norm after attention reads what this gave, and of parallel halves the other's has not gone back; beside
-            # the copies of context parallelism traces have as much as two norms keep.
-            is_there = self._layout.flash_attention or self._shape.norms_after or self._shape.parallel_residual
+            # A layer's only norm has not gone back; beside the copies of context parallelism traces have as much as two
+            # norms keep.
+            is_there = self._layout.flash_attention or self._shape.norms_per_layer == 1
             gone *= self._shape.norms_per_layer >= 4 or not is_there
+            if not self._layout.flash_attention and layers.is_frozen and layers.adapts_mixed:
+                # What attention's last product has read for its adapter.
+                gone += layers.tokens * layers.element * self._shape.value_dim / self._layout.tensor
             in_scores = left - gone + above + layers.score_gradient_bytes
             yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         if layers.scores_again_bytes:
@@ -445,6 +483,10 @@ class _Step:
             block = max(block, block - layers.product_bytes + layers.reads.last_bytes)
         if self._layout.recompute == "full" and "gate_up_proj" in self._layout.lora_targets:
             block = max(block, 3 * 2 * layers.product_bytes)  # the two's product, and its adapter's, scaled too
+        if self._layout.recompute == "full" and layers.adapts_first and not self._shape.gated_mlp:
+            # Or the first product, its adapter's, scaled too.
+            waits = layers.whole_hidden_bytes * self._shape.parallel_residual  # attention's result
+            block = max(block, 3 * layers.product_bytes + waits)
         again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
         again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
         if self._shape.norms_after or not layers.reads_last_again:
