@@ -396,7 +396,8 @@ class _Step:
         # which selective recomputation keeps one; what the layer gives.
         is_whole = self._layout.recompute == "none"
         num_last = 1 + layers.adapts_last * (1 + is_whole)
-        activated = layers.product_bytes * (self._shape.gated_mlp or not is_whole)
+        is_by_steps = self._shape.activation_tensors > 1 and not is_whole
+        activated = layers.product_bytes * (self._shape.gated_mlp or is_by_steps)
         made = layers.whole_hidden_bytes * (layers.adapts_last and not is_whole)  # kept once its weight has been read
         last = max(activated, layers.reads.last_bytes - made, num_last * layers.whole_hidden_bytes)
         if is_whole:

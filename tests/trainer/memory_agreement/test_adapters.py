@@ -105,6 +105,7 @@ ALONE = [
     (NEOX, ("dense_h_to_4h",), "none", "lora"),
     (NEOX, ("dense_4h_to_h",), "none", "lora"),
     (NEOX, ("dense",), "none", "qlora"),
+    (NEOX, ("query_key_value",), "selective", "lora"),
     (NEOX, ("dense_h_to_4h",), "full", "lora"),
     (NEOX, ("dense_h_to_4h",), "full", "qlora"),
     (PHI, ("fc1",), "none", "lora"),
