@@ -11,7 +11,8 @@ FILES = ("tests/isolation/test_mutants.py", "tests/stacks/test_templates.py", "t
 
 def _collected(day: int | None, marked: str = "") -> set[str]:
     """Of files with quick tests and slow ones; without a day all of them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRAINYARD_TEST_DAY"}
+    changed = ("TRAINYARD_TEST_DAY", "PYTEST_ADDOPTS")  # the day, and how much is printed
+    environment = {name: value for name, value in os.environ.items() if name not in changed}
     if day is not None:
         environment["TRAINYARD_TEST_DAY"] = str(day)
     command = [sys.executable, "-m", "pytest", "-m", marked, "--collect-only", "-q", "-n0", "-p", "no:cacheprovider"]
