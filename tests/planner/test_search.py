@@ -148,6 +148,7 @@ def test_where_a_micro_batch_fits_smaller_ones_are_taken_to_fit_if_they_need_no_
         if max(memory(shape, layout).needed for layout in small) > memory(shape, large).needed:
             more.add((schedule, rounds == 1))
             assert not _smaller_fit(large)
+        assert not _smaller_fit(dataclasses.replace(large, pipeline=1))
         assert _smaller_fit(large) or schedule == "gpipe" or (schedule != "1f1b" and rounds == 1)
     assert ("interleaved_1f1b", True) in more and ("gpipe", True) in more, "exceptions are ones"
 
@@ -373,6 +374,8 @@ def test_a_more_complicated_layout_is_taken_for_a_gain_alone(
     monkeypatch.setattr(room, "_starts", lambda item, *_: item.parallelism != plain)
     near = [index for index in (1, 2) if seconds[index] <= min(seconds[1:]) * (1 + SAME_SPEED)]
     assert _fastest_to_run(found, None) is found[near[0]]
+    refused = found[near[0]]
+    assert _fastest_to_run(found, None, fits=lambda item: item is not refused) is not refused, "it was taken to fit"
 
 
 @pytest.mark.parametrize("asked", ["hours", "dollars"])

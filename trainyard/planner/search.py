@@ -451,8 +451,7 @@ class _Searched:
         best: _Fitting | None = None
         links = fabric_of(machines.instance)
         done: set[int] = set()
-        fitting: set[Recompute] = set()
-        """At which a larger micro-batch fits."""
+        fitting: set[Recompute] = set()  # at which a larger micro-batch fits
         for size, recompute in allowed:
             # Of one micro-batch, the least recomputation that fits is the fastest.
             if size in done:

@@ -491,7 +491,9 @@ class _Step:
         again = layers.attention_half_bytes + block + above + layers.block_frame_bytes
         again += layers.input_bytes * layers.has_norm_copies - layers.mlp_norm_output_bytes
         if self._shape.norms_after or not layers.reads_last_again:
-            again -= layers.last_norm_bytes  # whose input nothing has given yet
+            # Whose input nothing has given yet; beside the last weight that QLoRA reads again traces of four norms a
+            # layer have as much, all the same (`test_adapters.py`: "norms after both").
+            again -= layers.last_norm_bytes
         again = max(again, self._in_norm_again())
         # What came to the last product's input already; or what came to the layer, scaled for that one's adapter:
         # where a norm comes after it, that one asks first.
