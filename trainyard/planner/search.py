@@ -479,18 +479,16 @@ class _Searched:
         return found
 
     def _may_fit(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
-        """False: it doesn't fit, as is quickly told; without formulas for that, whether it fits."""
+        """False: it doesn't fit, as is quickly told."""
         least = self.formulas.least_memory
         if least is None or layout in self._memory:
-            return self._fits(job, layout, machines)
+            return True
         return fits_both(least(layout), host_of(job, layout, machines, self.formulas), machines.instance) is True
 
     def _fits(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
-        host = host_of(job, layout, machines, self.formulas)
-        least = self.formulas.least_memory
-        if least is not None and layout not in self._memory and not fits_both(least(layout), host, machines.instance):
+        if not self._may_fit(job, layout, machines):
             return False
-        return fits_both(self._use(layout), host, machines.instance) is True
+        return fits_both(self._use(layout), host_of(job, layout, machines, self.formulas), machines.instance) is True
 
     def _priced(self, job: JobSpec, machines: Machines, best: _Fitting) -> Option:
         """Hours and dollars of a machine's best configuration; of a job in epochs, those of some steps."""
