@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
@@ -64,12 +63,10 @@ def least_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageP
     return max((way.least() for way in _ways(shape, layout, stage, params)), key=lambda moment: moment.total)
 
 
-@lru_cache(maxsize=2)
-def _ways(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> tuple["_Step", ...]:
-    """A rank as it goes forward and back, of a pipeline's where it may hold most. What a search asks first, and then
-    all moments, are of the same."""
+def _ways(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> list["_Step"]:
+    """A rank as it goes forward and back, of a pipeline's where it may hold most."""
     step = _Step(shape, layout, stage, params)
-    return tuple(step.at(done) for done in _passes_done(layout, stage)) if layout.pipeline > 1 else (step,)
+    return [step.at(done) for done in _passes_done(layout, stage)] if layout.pipeline > 1 else [step]
 
 
 def gradients_come_late(layout: Layout) -> bool:

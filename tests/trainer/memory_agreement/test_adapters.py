@@ -119,7 +119,7 @@ ALONE = [
     (OLMO2, ("q_proj", "o_proj"), "none", "lora"),
     (OLMO2, ("down_proj",), "full", "lora"),
     (OLMO2, ("down_proj",), "full", "qlora"),
-    (OLMO2 | {"intermediate_size": 4096}, ("down_proj",), "none", "lora"),
+    (OLMO2 | {"intermediate_size": 4096}, ("o_proj",), "none", "lora"),
     ({"model_type": "gemma3_text", "intermediate_size": 14336}, ("down_proj",), "none", "lora"),
     ({"model_type": "gemma3_text", "intermediate_size": 4096}, ("o_proj",), "none", "lora"),
 ]
