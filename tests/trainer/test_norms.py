@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.dry_run import kernels
 from trainer.dry_run.work import Work
 from trainer.models import norms
-from trainer.models.norms import KNOWN, WIDE, fuse_norms, is_written_out, rms_norm
+from trainer.models.norms import CASTING, KNOWN, WIDE, fuse_norms, is_written_out, rms_norm
 from trainer_testing.published import of_defaults
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
@@ -77,7 +78,7 @@ def _with_gradients(norm: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]
     return [result.detach(), hidden.grad, norm.weight.grad]
 
 
-PLAIN = [LlamaRMSNorm, Olmo2RMSNorm, HeliumRMSNorm, Llama4TextRMSNorm]
+PLAIN = [LlamaRMSNorm, Olmo2RMSNorm, HeliumRMSNorm, Llama4TextRMSNorm, Gemma4RMSNorm]
 KINDS = pytest.mark.parametrize("kind", [*PLAIN, Gemma2RMSNorm])
 
 
@@ -101,9 +102,12 @@ def test_in_16_bits_it_is_at_least_as_near_to_the_exact_one(kind: type[nn.Module
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_gemmas_is_computed_in_fp32_and_its_gradients_are_the_same(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize("kind", [Gemma2RMSNorm, Gemma4RMSNorm])
+def test_gemmas_is_computed_in_fp32_and_its_gradients_are_the_same(
+    kind: type[nn.Module], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
     """Of 16 bits in and out; weights of 32 beside them are autocast's, and Gemma's own code takes them, too."""
-    theirs, ours = _norms(dtypes[1], Gemma2RMSNorm)
+    theirs, ours = _norms(dtypes[1], kind)
     hidden = torch.randn(64, 48).to(dtypes[0])
     expected, found = _with_gradients(theirs, hidden), _with_gradients(ours, hidden)
     assert [each.dtype for each in found] == [each.dtype for each in expected]
@@ -113,11 +117,28 @@ def test_gemmas_is_computed_in_fp32_and_its_gradients_are_the_same(dtypes: tuple
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm, Gemma4RMSNorm])
 def test_in_fp64_the_librarys_code_stays_to_the_bit(kind: type[nn.Module]) -> None:
     theirs, ours = _norms(torch.float64, kind)
     hidden = torch.randn(5, 48, dtype=torch.float64)
     assert torch.equal(theirs(hidden), ours(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gemma_4s_norm_of_values_has_no_weight(dtype: torch.dtype) -> None:
+    theirs = Gemma4RMSNorm(48, with_scale=False)
+    ours = copy.deepcopy(theirs)
+    fuse_norms(ours)
+    assert type(ours) is not type(theirs)
+    both = []
+    for norm in (theirs, ours):
+        hidden = torch.randn(64, 48, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+        result = norm(hidden)
+        result.sum().backward()
+        both.append([result.detach(), hidden.grad])
+    assert both[1][0].dtype == dtype
+    for expected, found in zip(*both, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
 
 
 def test_of_two_types_the_librarys_code_stays() -> None:
@@ -154,7 +175,7 @@ def test_it_is_copied_and_pickled_as_any_module() -> None:
         assert torch.equal(other(hidden), ours(hidden)) and other.weight is not ours.weight
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm, Gemma4RMSNorm])
 def test_heads_before_positions_come_out_in_the_order_that_they_came_in(kind: type[nn.Module]) -> None:
     theirs, ours = _norms(torch.float32, kind)
     hidden = torch.randn(2, 6, 4, 48).transpose(1, 2)
@@ -167,15 +188,17 @@ def test_code_that_is_not_known_is_left_alone() -> None:
     known = (
         *KNOWN,
         *WIDE,
+        *CASTING,
         Qwen3RMSNorm,
         GptOssRMSNorm,
         NemotronHRMSNorm,
         GemmaRMSNorm,
         Gemma3RMSNorm,
         Qwen3NextRMSNorm,
+        Gemma3nRMSNorm,
     )
     assert all(is_written_out(kind) for kind in known)
-    assert not any(is_written_out(kind) for kind in (Gemma4RMSNorm, nn.LayerNorm, nn.RMSNorm, nn.Linear))
+    assert not any(is_written_out(kind) for kind in (nn.LayerNorm, nn.RMSNorm, nn.Linear))
 
 
 def _model(kind: str) -> PreTrainedModel:
@@ -215,7 +238,7 @@ def test_a_models_gradients_are_the_same(checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm, Gemma4RMSNorm])
 def test_it_is_compiled_in_one_graph(kind: type[nn.Module], dtype: torch.dtype) -> None:
     _, ours = _norms(dtype, kind)
     hidden = torch.randn(5, 48).to(dtype)

@@ -34,6 +34,10 @@ def layer_activation_bytes(
             # One goes out or comes in while the next layer has its own, which counts as rebuilt.
             return 0.0
         return residual * shape.stream_width / shape.hidden * layout.stream_bytes / layout.element_bytes
+    if shape.wide_layers:
+        kinds = shape.attentions
+        found = sum(number * layer_activation_bytes(kind, layout, recompute, constants) for number, kind in kinds)
+        return found / shape.layers
     if recompute == "selective" and layout.engine == "torch":
         share = constants.selective_share if layout.saves_every_second_product else 1.0
         kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.value_dim / layout.tensor

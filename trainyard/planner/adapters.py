@@ -52,8 +52,12 @@ def adapter_outputs(shape: ModelShape, layout: Layout, *, names: frozenset[str] 
     matrices: of one tensor rank, which has a hidden state whole, and what the first matrix gives."""
     sizes = _sizes(shape, layout.tensor)
     targets = [name for name in layout.lora_targets if name not in HEADS and (names is None or name in names)]
-    value_dim, width = shape.value_dim / layout.tensor, _width(shape) / layout.tensor
+    value_dim, width = _value_dim(shape) / layout.tensor, _width(shape) / layout.tensor
     reads = {**dict.fromkeys(ATTENTION_OUTPUTS, value_dim), **dict.fromkeys(MLP_OUTPUTS, width)}
+    if shape.wide_layers:
+        # Some layers have no product of values.
+        reads["v_proj"] = shape.hidden * sum(number for number, kind in shape.attentions if not kind.values_are_keys)
+        reads["v_proj"] /= shape.layers
     reads |= dict.fromkeys(QUERY_LATENT_INPUTS, shape.q_lora_rank) | dict.fromkeys(
         KEY_LATENT_INPUTS, shape.kv_lora_rank
     )
@@ -62,6 +66,12 @@ def adapter_outputs(shape: ModelShape, layout: Layout, *, names: frozenset[str] 
         max(sizes.get(name, 2.0 * shape.hidden) - (both | reads).get(name, shape.hidden), 0) for name in targets
     )
     return given + layout.lora_rank * len(targets)
+
+
+def _value_dim(shape: ModelShape) -> float:
+    """Of layers that have attention, the mean."""
+    kinds = shape.attentions
+    return sum(number * kind.value_dim for number, kind in kinds) / max(sum(number for number, _ in kinds), 1)
 
 
 def _width(shape: ModelShape) -> float:
@@ -73,8 +83,9 @@ def _sizes(shape: ModelShape, split: int = 1) -> dict[str, float]:
     no hidden state."""
     hidden, block = shape.hidden, _block(shape, 1 / split)
     found = dict.fromkeys(MLP_INPUTS | MLP_OUTPUTS, block) | {"gate_up_proj": _block(shape, 2 / split)}
+    kinds = [(number / shape.layers, _attention_sizes(kind, split)) for number, kind in shape.attentions]
+    found |= {name: sum(share * sizes[name] for share, sizes in kinds) for name in kinds[0][1]}
     share = shape.num_attentions / shape.layers
-    found |= {name: share * size for name, size in _attention_sizes(shape, split).items()}
     found["c_proj"] = share * (shape.value_dim / split + hidden) + block
     if shape.is_hybrid:
         mamba = shape.mamba_layers / shape.layers
@@ -107,7 +118,8 @@ def _attention_sizes(shape: ModelShape, split: int) -> dict[str, float]:
     return {
         # Queries come through a latent or they don't: no model has layers of both kinds.
         "q_proj": 0 if shape.q_lora_rank else hidden + queries * (1 + shape.attention_gate),
-        **dict.fromkeys(("k_proj", "v_proj"), hidden + key),
+        "k_proj": hidden + key,
+        "v_proj": 0 if shape.values_are_keys else hidden + key,
         **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim / split + hidden),
         **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim / split + 2 * key),
         "c_attn": hidden + shape.query_dim + 2.0 * shape.kv_dim,  # whole on each rank, as what it adapts

@@ -22,8 +22,9 @@ def whole_elements(shape: ModelShape, layout: Layout) -> float:
 def _weights(shape: ModelShape) -> Iterator[tuple[int, int]]:
     """(elements, how many) of each kind of weight. Left away are biases and norms of heads: next to nothing."""
     hidden = shape.hidden
-    for elements in _attention(shape):
-        yield elements, shape.num_attentions
+    for number, kind in shape.attentions:
+        for elements in _attention(kind):
+            yield elements, number
     inputs = 2 if shape.gated_mlp else 1
     yield hidden * shape.ffn, (inputs + 1) * shape.num_mlps
     if shape.moe_layers:
@@ -59,8 +60,8 @@ def _attention(shape: ModelShape) -> Iterator[int]:
             yield hidden * (shape.query_dim + 2 * shape.kv_dim)
             return
         yield hidden * shape.query_dim * (1 + shape.attention_gate)
-        yield hidden * shape.kv_dim
-        yield hidden * shape.kv_dim
+        for _ in range(shape.projected_kv_dim // shape.kv_dim):
+            yield hidden * shape.kv_dim
         return
     query = shape.query_dim + shape.heads * shape.rope_dim
     if shape.q_lora_rank:

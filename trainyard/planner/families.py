@@ -47,6 +47,7 @@ from trainyard.planner.known_models import BESIDE_TOWERS, KNOWN_CONFIGS, STAND_I
 from trainyard.planner.older_families import LEARNED_POSITIONS, OLDER_READERS
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_families import SPARSE_READERS
+from trainyard.planner.wide_families import WIDE_READERS
 from trainyard.spec.model_types import position_names
 from trainyard.spec.words import counted
 
@@ -407,6 +408,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     **EXPERT_READERS,
     **OLDER_READERS,
     **SPARSE_READERS,
+    **WIDE_READERS,
 }
 """model_type to reader; parameter counts are tested against transformers."""
 

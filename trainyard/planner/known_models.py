@@ -22,6 +22,18 @@ def _sizes(
     }
 
 
+def _gemma4(*sizes: int, model_type: str = "gemma4_text", **others: Any) -> Config:
+    """One layer in six sees everything, with heads twice as wide whose values are their keys. `sizes` as `_sizes`."""
+    hidden, ffn, layers, heads, kv_heads = sizes
+    alike = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "sliding_window": 1024}
+    if model_type == "gemma4_text":
+        alike["hidden_size_per_layer_input"] = 0
+    return _sizes(
+        *(model_type, hidden, ffn, layers, heads, kv_heads, 262144),
+        **(alike | {"tie_word_embeddings": True, "final_logit_softcapping": 30.0} | others),
+    )
+
+
 def _neox(hidden: int, layers: int, heads: int, vocab: int, **others: Any) -> Config:
     config = _sizes("gpt_neox", hidden, 4 * hidden, layers, heads, heads, vocab, **others)
     del config["num_key_value_heads"]
@@ -385,6 +397,17 @@ _OF_OTHERS: dict[str, Config] = {
     "gemma-3-4b": _sizes("gemma3_text", 2560, 10240, 34, 8, 4, 262208, head_dim=256, sliding_window=1024),
     "gemma-3-12b": _sizes("gemma3_text", 3840, 15360, 48, 16, 8, 262208, head_dim=256, sliding_window=1024),
     "gemma-3-27b": _sizes("gemma3_text", 5376, 21504, 62, 32, 16, 262208, head_dim=128, sliding_window=1024),
+    # Language models alone, too; E2B and E4B, whose layers have inputs of their own, have no formula.
+    "gemma-4-12b": _gemma4(*(3840, 15360, 48, 16, 8), model_type="gemma4_unified_text", num_global_key_value_heads=1),
+    "gemma-4-26b-a4b": _gemma4(
+        *(2816, 2112, 30, 16, 8),
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4(*(5376, 21504, 60, 32, 16), num_global_key_value_heads=4),
     "olmo-1b": _sizes("olmo", 2048, 8192, 16, 16, 16, 50304, tie_word_embeddings=True),
     "olmo-7b": _sizes("olmo", 4096, 11008, 32, 32, 32, 50304),
     "olmo-2-1b": _sizes("olmo2", 2048, 8192, 16, 16, 16, 100352),
@@ -587,7 +610,8 @@ STAND_INS = frozenset(
         *("nemotron-8b", "nemotron-22b", "phi-1.5", "phi-2", "deepseek-moe-16b", "dbrx", "grok-1"),
         *("falcon-7b", "command-r-plus", "stablelm-2-12b"),
         *("qwen-1.8b", "qwen-7b", "qwen-14b", "qwen-72b"),
-        *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "llama-4-scout", "llama-4-maverick"),
+        *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "gemma-4-12b", "gemma-4-26b-a4b", "gemma-4-31b"),
+        *("llama-4-scout", "llama-4-maverick"),
         *("chatglm2-6b", "chatglm3-6b", "glm-130b", "megatron-8.3b", "turing-nlg-17b", "mt-nlg-530b"),
         *("baichuan-7b", "baichuan-13b", "baichuan2-7b", "baichuan2-13b"),
         *("internlm-7b", "internlm2-1.8b", "internlm2-7b", "internlm2-20b", "internlm3-8b"),

@@ -19,7 +19,13 @@ from trainyard.planner.weight_tensors import weight_tensors
 Kernels = tuple[float, float]
 """Of a forward and of a backward pass."""
 
-NORM: dict[str, Kernels] = {"layer_fp32": (5, 4), "layer_written_out": (14, 20), "rms_wide": (8, 16), "rms": (8, 16)}
+NORM: dict[str, Kernels] = {
+    "layer_fp32": (5, 4),
+    "layer_written_out": (14, 20),
+    "rms_wide": (8, 16),
+    "rms_cast": (8, 16),
+    "rms": (8, 16),
+}
 """`TrainerLayers.norm` -> kernels of one; of others one each."""
 
 CORE: Kernels = (2, 3)
@@ -127,9 +133,10 @@ class LayerLaunches:
     def _all_layers(self) -> Kernels:
         shape = self.shape
         attention, dense, routed = self.attention(), self._block(shape.ffn), self._routed()
+        kinds = [(number, LayerLaunches(kind, self.layout)) for number, kind in shape.attentions]
         delta = total(attention, times(DELTA_KERNELS * self.layout.sequence_length / DELTA_CHUNK, (1, 1)))
         return total(
-            times(shape.num_attentions, attention),
+            *(times(number, kind.attention()) for number, kind in kinds),
             times(shape.delta_layers, delta),
             times(shape.mamba_layers, MAMBA),
             times(shape.num_mlps, dense),
@@ -139,7 +146,7 @@ class LayerLaunches:
     def attention(self) -> Kernels:
         """Norms, projections, rotation, attention itself and the residual."""
         shape, layout = self.shape, self.layout
-        into = 1 if shape.fused_qkv else 3
+        into = self._num_inputs
         if shape.kv_lora_rank:
             into = 4 if shape.q_lora_rank else 3
         parts = [CORE, self._norms(shape.norms_per_layer if shape.parallel_residual else self._norms_a_block)]
@@ -152,6 +159,8 @@ class LayerLaunches:
             parts.append(ROTATION)
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             parts.append(times(2, NORM.get(self._layers.inner_norm, (1, 1))))
+        if shape.normalizes_values:
+            parts.append((1, 1))
         if not layout.flash_attention:
             parts.append(WRITTEN_OUT)
         if layout.context > 1:
@@ -160,6 +169,11 @@ class LayerLaunches:
             parts.append(GATHERED)
         parts.append(self._adapters(is_of_block=False))
         return total(*parts)
+
+    @property
+    def _num_inputs(self) -> int:
+        """Products that queries, keys and values come of, but for latent attention's."""
+        return 1 if self.shape.fused_qkv else 1 + self.shape.projected_kv_dim // self.shape.kv_dim
 
     def _block(self, width: int) -> Kernels:
         """A feed-forward block with its norms."""
@@ -253,7 +267,9 @@ class LayerLaunches:
             return forward - NOT_AGAIN * layers - unread
         # Products are kept (the last of each block ends it), and attention's kernels; experts' are made again.
         attention_kernels = layers
-        mixing = shape.num_attentions * (1 if shape.fused_qkv else 3) + layers
+        mixing = layers + sum(
+            number * LayerLaunches(kind, self.layout)._num_inputs for number, kind in shape.attentions
+        )
         blocks = shape.num_mlps * (1 + shape.gated_mlp) + layers
         products, unpacked = mixing + blocks, 0.0
         if self.layout.method == "qlora":

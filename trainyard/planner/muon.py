@@ -97,8 +97,9 @@ def _matrices(shape: ModelShape, layout: Layout) -> Counter[tuple[Matrix, bool]]
     are cut in one way are dealt out together."""
     found: Counter[tuple[Matrix, bool]] = Counter()
     share, is_split = layout.pipeline, layout.tensor > 1
-    for rows, columns, is_cut_in_rows in _of_attention(shape):
-        found[(rows, columns), is_split and is_cut_in_rows] += math.ceil(shape.num_attentions / share)
+    for number, kind in shape.attentions:
+        for rows, columns, is_cut_in_rows in _of_attention(kind):
+            found[(rows, columns), is_split and is_cut_in_rows] += math.ceil(number / share)
     for width, layers in ((shape.ffn, shape.num_mlps), (shape.shared_ffn, shape.moe_layers)):
         if width and layers:
             found[(width, shape.hidden), is_split] += (1 + shape.gated_mlp) * math.ceil(layers / share)
@@ -121,8 +122,8 @@ def _of_attention(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
         yield shape.query_dim + 2 * shape.kv_dim, shape.hidden, True
     else:
         yield shape.query_dim, shape.hidden, True
-        yield shape.kv_dim, shape.hidden, True
-        yield shape.kv_dim, shape.hidden, True
+        for _ in range(shape.projected_kv_dim // shape.kv_dim):
+            yield shape.kv_dim, shape.hidden, True
     yield shape.hidden, shape.query_dim, False
 
 

@@ -73,7 +73,7 @@ def update_temporary_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> f
 
 def _matrices(shape: ModelShape) -> list[tuple[int, int]]:
     """Rows and columns of a layer's widest: attention's queries, and the feed-forward block's."""
-    found = [(shape.query_dim, shape.hidden)]
+    found = [(max(kind.query_dim for _, kind in shape.attentions), shape.hidden)]
     return found + [(shape.ffn, shape.hidden)] * (shape.num_mlps > 0)
 
 

@@ -43,9 +43,11 @@ class QuantizedReads:
     def mixing_weights(self) -> float:
         """Of the widest product of what mixes tokens."""
         shape = self.shape
-        queries = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim * shape.fused_qkv
-        delta = shape.delta_projected * (shape.delta_layers > 0)
-        return shape.hidden * max(queries, shape.value_dim, delta) / self.layout.tensor
+        widths = [shape.delta_projected * (shape.delta_layers > 0)]
+        for _, kind in shape.attentions:
+            widths.append(kind.query_dim * (1 + kind.attention_gate) + 2 * kind.kv_dim * kind.fused_qkv)
+            widths.append(kind.value_dim)
+        return shape.hidden * max(widths) / self.layout.tensor
 
     @property
     def last_bytes(self) -> float:

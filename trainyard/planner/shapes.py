@@ -1,8 +1,8 @@
 """The sizes of a transformer: what a Hugging Face configuration says, reduced to what memory and time depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from trainyard.planner.sparse_attention import Compression, Indexer
 
@@ -33,6 +33,10 @@ class ModelShape:
     """The shared expert's output is scaled by a gate of `hidden` parameters."""
     shared_first: bool = False
     """The shared expert runs before the routed ones, so that theirs is differentiated while its own is all there."""
+    shared_apart: bool = False
+    """Experts, their router and the shared expert read norms of their own, and what experts and shared one give has one
+    each before it is added (Gemma 4, whose shared expert is an ordinary block); the router scales what it reads by a
+    weight a dimension, and what it gives by one an expert."""
     batches_experts: bool = False
     """All experts compute all that they are given in one batched product, as nothing chooses (Llama 4)."""
     wide_router: bool = False
@@ -47,10 +51,11 @@ class ModelShape:
     """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0
     """Of a MoE model, the layers with an ordinary feed-forward block."""
-    norm: Literal["rms", "rms_wide", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
-    """`rms_wide`: its weight multiplies in fp32 too (OLMo 2, gpt-oss). `rms_fp32`: that, and the weight is no plain one
-    (Gemma's is what one is added to). `layer_fp32`: in fp32, without weights (OLMo). `layer_written_out`: in fp32, step
-    by step, without bias (Cohere)."""
+    norm: Literal["rms", "rms_wide", "rms_cast", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
+    """`rms_wide`: its weight multiplies in fp32 too (OLMo 2, gpt-oss). `rms_cast`: that, and what it gives has the type
+    of what it reads, whatever the weight's (Gemma 4). `rms_fp32`: that, and the weight is no plain one (Gemma's is what
+    one is added to). `layer_fp32`: in fp32, without weights (OLMo). `layer_written_out`: in fp32, step by step, without
+    bias (Cohere)."""
     has_norm_biases: bool = True
     """Of `layer` alone."""
     norms_per_layer: int = 2
@@ -60,6 +65,19 @@ class ModelShape:
     """A norm of head_dim on queries and keys."""
     qk_norm_whole: bool = False
     """A norm on all heads' queries, and one on all heads' keys."""
+    normalizes_values: bool = False
+    """Values pass a norm of head_dim without weights."""
+    values_are_keys: bool = False
+    """Values are what the keys' product gives, before its norm and rotation."""
+    wide_layers: int = 0
+    """Layers whose attention has heads of a width and number of their own, and no window (Gemma 4): `head_dim`,
+    `kv_heads` and the window above are the others'."""
+    wide_places: tuple[int, ...] = ()
+    """Which of a model's layers these are, from 0."""
+    wide_head_dim: int = 0
+    """0: all heads of a model are equally wide."""
+    wide_kv_heads: int = 0
+    wide_values_are_keys: bool = False
     normalizes_scores: bool = False
     """Queries and keys are normalized, without weights."""
     fused_qkv: bool = False
@@ -173,6 +191,30 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @cached_property
+    def projected_kv_dim(self) -> int:
+        """Width of what keys and values are projected to."""
+        return self.kv_dim * (1 if self.values_are_keys else 2)
+
+    @cached_property
+    def attentions(self) -> "tuple[tuple[int, ModelShape], ...]":
+        """Each kind of attention with scores: in how many layers, and a model all of whose layers have it."""
+        if not self.wide_layers:
+            return ((self.num_attentions, self),)
+        # The other kind's width stays: it says that a model has two.
+        alike: dict[str, Any] = {"wide_layers": 0, "wide_places": ()}
+        narrow = replace(self, windowed_layers=self.layers if self.attention_window else 0, **alike)
+        wide = replace(
+            self,
+            **alike,
+            head_dim=self.wide_head_dim,
+            kv_heads=self.wide_kv_heads,
+            values_are_keys=self.wide_values_are_keys,
+            attention_window=0,
+            windowed_layers=0,
+        )
+        return (self.num_attentions - self.wide_layers, narrow), (self.wide_layers, wide)
+
+    @cached_property
     def stream_width(self) -> int:
         """Width of what a layer hands to the next: all residual streams."""
         return self.hidden * (self.compression.streams if self.compression else 1)
@@ -244,10 +286,14 @@ class ModelShape:
     @cached_property
     def mixing_params(self) -> float:
         """What mixes a layer's tokens, attention or a delta rule: the mean over layers that have either."""
-        if not self.delta_layers:
+        if not self.delta_layers and not self.wide_layers:
             return self.attention_params
-        every = self.num_attentions * self.attention_params + self.delta_layers * self.delta_params
-        return every / self.layers
+        return (self.all_attention_params + self.delta_layers * self.delta_params) / self.layers
+
+    @cached_property
+    def all_attention_params(self) -> int:
+        """Of all layers that have attention with scores."""
+        return sum(number * kind.attention_params for number, kind in self.attentions)
 
     @cached_property
     def mamba_inner(self) -> int:
@@ -287,7 +333,7 @@ class ModelShape:
         return compressors + self.compression.stream_params(self.hidden, self.layers)
 
     def _plain_attention_params(self) -> int:
-        projected = self.query_dim * (1 + self.attention_gate) + 2 * self.kv_dim
+        projected = self.query_dim * (1 + self.attention_gate) + self.projected_kv_dim
         weights = self.hidden * projected + self.query_dim * self.hidden
         biases = projected * self.qkv_bias + self.hidden * self.output_bias
         norms = 2 * self.head_dim * self.qk_norm_per_head + (self.query_dim + self.kv_dim) * self.qk_norm_whole
@@ -355,6 +401,7 @@ class ModelShape:
         """A MoE layer's router and shared expert: what expert parallelism does not split."""
         shared = self.mlp_params(self.shared_ffn) if self.shared_ffn else 0
         router = (self.hidden + self.mlp_bias + self.router_bias) * self.experts
+        router += (self.hidden + self.experts) * self.shared_apart
         return router + shared + self.hidden * self.shared_gate + 2 * self.hidden * self.latent
 
     def layer_params(self, *, moe: bool) -> int:
@@ -383,6 +430,7 @@ class ModelShape:
         layers = dense_layers * self.layer_params(moe=False) + self.moe_layers * self.layer_params(moe=True)
         layers += self.encoder_params + self.mtp_layers * self.mtp_params
         layers += self.delta_layers * (self.delta_params - self.attention_params) + self.beside_attention_params
+        layers += self.all_attention_params - self.num_attentions * self.attention_params
         return self.embedding_params + layers + self.head_params
 
     @cached_property
@@ -418,7 +466,9 @@ class ModelShape:
         `is_frozen`: under an adapter weights have no gradient of their own, 4 each; scores and scans have no weights,
         and gradients pass through them whole.
         """
-        attention = 12.0 * self.num_attentions * self.score_dim * self.mean_span(sequence_length)
+        attention = 12.0 * sum(
+            number * kind.score_dim * kind.mean_span(sequence_length) for number, kind in self.attentions
+        )
         # An encoder sees its own tokens; each further token predicted passes through the head again.
         encoder = self.encoder_params * (self.encoder_tokens / sequence_length - 1)
         heads = self.mtp_layers * self.vocab * self.hidden

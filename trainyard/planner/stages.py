@@ -25,6 +25,8 @@ class Stage:
     """Of a mixture, in our own trainer's pipeline: its layers without experts, which are a model's first."""
     delta_layers: int = 0
     """There too, of a model that says which of its layers have a delta rule: how many of these."""
+    wide: tuple[int, ...] = ()
+    """There too: which of its layers, counted back from the last as 0, have heads of another width."""
 
 
 def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
@@ -47,10 +49,11 @@ def _kinds(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
 
     Whatever is reckoned of a layout asks for them; the next layout is another one.
     """
-    found: dict[tuple[int, int, int, bool, bool], Stage] = {}
+    found: dict[tuple[object, ...], Stage] = {}
     for place in range(layout.pipeline):
         stage = stage_at(shape, layout, place)
-        held = (stage.layers, stage.dense_layers, stage.delta_layers, stage.embedding, stage.head)
+        kinds = (stage.dense_layers, stage.delta_layers, stage.wide)
+        held = (stage.layers, *kinds, stage.embedding, stage.head)
         found.setdefault(held, stage)
     return tuple(found.values())
 
@@ -91,14 +94,17 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
     layers = sum(end - begin for begin, end in bounds)
     dense = sum(max(min(end, shape.dense_layers) - begin, 0) for begin, end in bounds)
     deltas = sum(begin <= layer < end for begin, end in bounds for layer in shape.delta_places)
-    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place), dense, deltas)
+    held = [layer for begin, end in bounds for layer in range(begin, end)]
+    wide = tuple(number for number, layer in enumerate(reversed(held)) if layer in shape.wide_places)
+    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place), dense, deltas, wide)
 
 
 def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
     """What layers of several kinds are on a stage of our own trainer's pipeline, as a model of their own, so that what
-    is reckoned by a mean layer is of these: first layers without experts, delta rules. Any other shape as it is."""
+    is reckoned by a mean layer is of these: first layers without experts, delta rules, heads of another width. Any
+    other shape as it is."""
     is_cut = layout.library == "trainyard" and layout.pipeline > 1 and stage.layers > 0
-    has_kinds = shape.delta_places or (shape.dense_layers and not shape.delta_layers)
+    has_kinds = shape.delta_places or shape.wide_layers or (shape.dense_layers and not shape.delta_layers)
     if not is_cut or not has_kinds or shape.is_hybrid:
         return shape
     windowed = round(shape.windowed_layers * stage.layers / shape.layers)
@@ -108,6 +114,7 @@ def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
         dense_layers=stage.dense_layers,
         delta_layers=stage.delta_layers,
         windowed_layers=windowed,
+        wide_layers=len(stage.wide),
     )
 
 
@@ -162,7 +169,7 @@ def _cuts_experts_by_fsdp(layout: Layout) -> bool:
 
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
     """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
-    blocks = shape.num_attentions * shape.attention_params + shape.mamba_layers * shape.mamba_params
+    blocks = shape.all_attention_params + shape.mamba_layers * shape.mamba_params
     blocks += shape.delta_layers * shape.delta_params
     blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params
     norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params

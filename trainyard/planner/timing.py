@@ -42,7 +42,7 @@ from trainyard.planner.sparse_attention import Compression
 from trainyard.planner.stages import Stage, stage_params, stages
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
-from trainyard.planner.trainer_layers import DELTA_CHUNK, TrainerLayers, layers_of
+from trainyard.planner.trainer_layers import DELTA_CHUNK, WIDEST_SHARED_HEAD, TrainerLayers, layers_of
 from trainyard.planner.trainer_products import Product, attention_products, block_products
 from trainyard.planner.unfused import Unfused
 from trainyard.planner.updates import update_seconds
@@ -260,6 +260,12 @@ class _Rank(Operators):
         shape, layout = self.shape, self.layout
         if layout.context == 1:
             return 0.0
+        if shape.wide_layers:
+            kinds = [
+                (number / shape.layers, _Rank(kind, layout, self.device, self.links, self.constants))
+                for number, kind in shape.attentions
+            ]
+            return sum(share * rank._context_seconds(stage) for share, rank in kinds)
         width = 2 * shape.kv_dim
         if shape.kv_lora_rank:
             width = shape.query_dim + shape.value_dim + shape.heads * shape.rope_dim
@@ -350,6 +356,8 @@ class _Rank(Operators):
         routed = self._routed() if shape.moe_layers else _Work(0.0, 0.0, 0.0)
         if shape.delta_layers:
             return self._with_delta(attention, dense, routed, small, large)
+        if shape.wide_layers:
+            return self._with_wide(dense, routed, small, large)
         if shape.is_hybrid:
             found: list[tuple[float, _Work, float]] = [
                 (shape.mamba_layers, self._mamba(), small),
@@ -382,6 +390,20 @@ class _Rank(Operators):
         ]
         return [item for item in found if item[0]]
 
+    def _with_wide(self, dense: _Work, routed: _Work, small: float, large: float) -> list[tuple[float, _Work, float]]:
+        """The same where attention is of two widths: each kind's share of both kinds of block."""
+        shape = self.shape
+        kinds = [
+            (number / shape.layers, _Rank(kind, self.layout, self.device, self.links, self.constants)._attention())
+            for number, kind in shape.attentions
+        ]
+        found = [
+            (count * share, _sum(attention, block), launch)
+            for count, block, launch in ((shape.num_mlps, dense, small), (shape.moe_layers, routed, small / 2 + large))
+            for share, attention in kinds
+        ]
+        return [item for item in found if item[0]]
+
     def _elementwise(self, per_token: float) -> float:
         """Seconds for so many elements read or written for every token."""
         constants, layout = self.constants, self.layout
@@ -408,7 +430,7 @@ class _Rank(Operators):
         shape, split = self.shape, self.layout.tensor
         if shape.compression is not None:
             return self._compressed(shape.compression)
-        width = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim
+        width = shape.query_dim * (1 + shape.attention_gate) + shape.projected_kv_dim
         if shape.kv_lora_rank:
             products = self._latent_products() + self._indexing()
         else:
@@ -535,8 +557,10 @@ class _Rank(Operators):
 
     @property
     def _is_efficient(self) -> bool:
-        """Latent attention's values are narrower than its keys, which our own trainer's torch has this kernel for."""
-        return self.layout.library == "trainyard" and self.shape.kv_lora_rank > 0
+        """Latent attention's values are narrower than its keys, which our own trainer's torch has this kernel for; and
+        for heads that are too wide for others."""
+        is_wide = self.shape.head_dim > WIDEST_SHARED_HEAD
+        return self.layout.library == "trainyard" and (self.shape.kv_lora_rank > 0 or is_wide)
 
     def _mlp(self, width: float) -> _Work:
         """A feed-forward block of that width."""

@@ -27,6 +27,7 @@ from trainyard.planner.muon import TF32_SHARE
 from trainyard.planner.operators import Operators
 from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, PRE_AMPERE, Constants
+from trainyard.planner.trainer_layers import WIDEST_SHARED_HEAD
 from trainyard.spec.job import ParallelismSpec
 
 Trace = Mapping[str, Any]
@@ -183,8 +184,11 @@ class _Traced(Operators):
         on_gpu: float = sum(
             self._product_seconds(each) * each["count"] for each in work["products"] if each["phase"] == phase
         )
+        has_widths = len({each["head_dim"] for each in work["attention"]}) > 1
         on_gpu += sum(
-            self._attention_seconds(each) * each["count"] for each in work["attention"] if each["phase"] == phase
+            self._attention_seconds(each, has_widths=has_widths) * each["count"]
+            for each in work["attention"]
+            if each["phase"] == phase
         )
         return on_gpu + float(work["moved_bytes"][phase]) / self.bytes_per_second
 
@@ -203,11 +207,13 @@ class _Traced(Operators):
         is_aligned = all(length * operators.layout.element_bytes % 16 == 0 for length in lengths)
         return seconds if is_aligned else seconds / self.constants.unaligned_speed
 
-    def _attention_seconds(self, each: Mapping[str, Any]) -> float:
+    def _attention_seconds(self, each: Mapping[str, Any], *, has_widths: bool) -> float:
+        """`has_widths`: the model's layers have heads of more than one width."""
         # A dry run tells documents by no mask, having no positions, and windows by one, where a GPU may tell them to a
         # kernel. What the real run has is known.
         masks, has_two_widths = self.layout.masks, each["head_dim"] != each["value_dim"]
-        is_masked = masks == "always" or (masks == "documents" and (has_two_widths or each["drops"]))
+        is_refused = has_two_widths or each["drops"] or has_widths
+        is_masked = masks == "always" or (masks == "documents" and is_refused)
         is_told = each["is_efficient"] and not has_two_widths and masks in ("never", "documents") and not is_masked
         flops = _attention_flops(each)
         if each["is_causal"] and each["queries"] < each["keys"]:
@@ -217,7 +223,9 @@ class _Traced(Operators):
             flops,
             each["head_dim"],
             is_causal=(each["is_causal"] or is_told) and not is_masked,
-            efficient=(each["is_efficient"] and not is_told) or (each["is_causal"] and is_masked),
+            efficient=(each["is_efficient"] and not is_told)
+            or (each["is_causal"] and is_masked)
+            or each["head_dim"] > WIDEST_SHARED_HEAD,
         )
         return seconds * (2.5 if each["phase"] == "backward" else 1.0)
 

@@ -6,6 +6,7 @@ code. All in bytes of one micro-batch. "Whole" tensors are not split by tensor p
 they read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -28,8 +29,12 @@ from trainyard.spec.model_types import HEADS
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
 
-FUSED_NORMS = ("rms", "rms_wide", "rms_fp32")
+FUSED_NORMS = ("rms", "rms_wide", "rms_cast", "rms_fp32")
 """Of `ModelShape.norm`, what the trainer runs as one kernel; the last between two casts."""
+
+WIDEST_SHARED_HEAD = 256
+"""Wider heads are left to torch's memory-efficient kernel, which takes none by groups: transformers copies their keys
+and values for every query head."""
 
 DELTA_CHUNK = 64
 """Tokens that a delta rule takes together (`torch_chunk_gated_delta_rule` of transformers)."""
@@ -84,8 +89,9 @@ class TrainerLayers:
     def inner_norm(self) -> str:
         """The same of products' results (queries and keys, latents): under autocast these have 16 bits beside weights
         of 32, of which no kernel makes a plain norm."""
-        if self.shape.norm != "rms_fp32" and self.is_autocast and not self.is_frozen:
-            return self.shape.norm
+        if self.is_autocast and not self.is_frozen:
+            # Gemma 4's widens what it reads for such a weight, as Gemma's always does.
+            return "layer_fp32" if self.shape.norm in ("rms_cast", "rms_fp32") else self.shape.norm
         return self._kernel_of(self.element)
 
     def _kernel_of(self, element: int) -> str:
@@ -129,7 +135,7 @@ class TrainerLayers:
         if masks == "windows":
             has_windows = 0 < shape.attention_window <= self.layout.sequence_length
             return shape.windowed_share if has_windows else 0.0
-        is_refused = shape.kv_lora_rank > 0 or shape.attention_dropout
+        is_refused = shape.kv_lora_rank > 0 or shape.attention_dropout or shape.wide_head_dim > 0
         return 1.0 if masks == "always" or (masks == "documents" and is_refused) else 0.0
 
     @cached_property
@@ -138,6 +144,8 @@ class TrainerLayers:
         mask, where transformers makes them."""
         shape, layout = self.shape, self.layout
         if shape.copies_keys or not (layout.flash_attention or shape.kv_lora_rank):
+            return 1.0
+        if shape.head_dim > WIDEST_SHARED_HEAD and layout.context == 1:
             return 1.0
         # A single head's are a view for all of them.
         return 0.0 if shape.kv_lora_rank or layout.context > 1 or shape.kv_heads == 1 else self.masked_share
@@ -150,18 +158,30 @@ class TrainerLayers:
         if not self.masked_share:
             return kept
         # Torch makes one for each sequence; context parallelism's masks are one for all.
-        return kept + self._mask_scores / (self._sequences if self.layout.context > 1 else 1) * self.element
+        each = self._mask_scores / (self._sequences if self.layout.context > 1 else 1) * self.element
+        return kept + self._num_masks * each
+
+    @cached_property
+    def _num_masks(self) -> int:
+        """That layers are given: where only some have windows one of either kind, but for windows alone."""
+        has_both = self.shape.attention_window > 0 and 0 < self.shape.windowed_share < 1
+        return 1 + (has_both and not (self.layout.flash_attention and self.layout.masks == "windows"))
 
     @cached_property
     def given_mask_bytes(self) -> float:
-        """The mask that layers are given in a forward pass, a byte a score, one for all sequences where windows are its
-        only rule; a number, where attention is written out, and where only some layers have windows one of either
-        kind."""
+        """The masks that layers are given in a forward pass, a byte a score, one for all sequences where windows are
+        their only rule; a number, where attention is written out."""
         if not self.layout.flash_attention:
-            has_both = self.shape.attention_window > 0 and 0 < self.shape.windowed_share < 1
-            return self._mask_scores * self.residual_element * (1 + has_both)
+            return self._mask_scores * self.residual_element * self._num_masks
         share = 1 / self._sequences if self.layout.masks == "windows" else 1.0
-        return self._mask_scores * share * (self.masked_share > 0)
+        return self._mask_scores * share * (self.masked_share > 0) * self._num_masks
+
+    @cached_property
+    def rotation_bytes(self) -> float:
+        """Sines and cosines that layers are given, of each width of heads where there are two: of one they are too
+        small to count."""
+        widths = sum(kind.shape.head_dim for _, kind in self.kinds) if self.shape.wide_layers else 0
+        return self.tokens * 2 * widths * self.residual_element
 
     @cached_property
     def _mask_scores(self) -> float:
@@ -208,7 +228,7 @@ class TrainerLayers:
     def outputs_norms_bytes(self) -> float:
         """Norms of what both halves give, beside those of what they read (Gemma 2, GLM-4): nothing reads theirs."""
         return (
-            (self.shape.norms_per_layer == 4)
+            (self.shape.norms_per_layer >= 4)
             * self.split_hidden
             * (self._norm_input_element + self._normalized_element)
         )
@@ -235,7 +255,7 @@ class TrainerLayers:
         experts = shape.moe_layers * shape.expert_params
         blocks = shape.num_mlps * shape.mlp_params(shape.ffn) + experts
         down = blocks / (3 if shape.gated_mlp else 2)
-        every = shape.num_attentions * shape.attention_params + shape.delta_layers * shape.delta_params + blocks
+        every = shape.all_attention_params + shape.delta_layers * shape.delta_params + blocks
         return of_hidden + (of_ffn - of_hidden) * down / every
 
     @cached_property
@@ -372,9 +392,21 @@ class TrainerLayers:
     def attention_bytes(self) -> float:
         """What mixes a layer's tokens, the mean over layers: attention, or a delta rule."""
         shape = self.shape
+        if shape.wide_layers:
+            return self._mean_of(lambda kind: kind._scored_bytes)
         if not shape.delta_layers:
             return self._scored_bytes
         return (shape.num_attentions * self._scored_bytes + shape.delta_layers * self.delta_bytes) / shape.layers
+
+    @cached_property
+    def kinds(self) -> "list[tuple[int, TrainerLayers]]":
+        """Each kind of attention with scores: in how many layers, and layers that all have it."""
+        kinds = self.shape.attentions
+        return [(number, self if kind is self.shape else layers_of(kind, self.layout)) for number, kind in kinds]
+
+    def _mean_of(self, value: "Callable[[TrainerLayers], float]") -> float:
+        """Over layers whose heads are of two widths."""
+        return sum(number * value(kind) for number, kind in self.kinds) / self.shape.layers
 
     @cached_property
     def delta_bytes(self) -> float:
@@ -420,6 +452,7 @@ class TrainerLayers:
         shape, layout = self.shape, self.layout
         query, key = shape.query_dim, shape.kv_dim
         is_read = not self.is_frozen or self._adapts(ATTENTION_OUTPUTS)
+        statistics = 4.0 * shape.heads
         # A kernel keeps what it gave, which the output projection keeps too, unless it is copied in between; attention
         # that is written out keeps no result.
         output = float(query * (layout.flash_attention or is_read))
@@ -449,11 +482,7 @@ class TrainerLayers:
             # The sigmoid, the result that it is multiplied with, and what the output projection reads.
             width += query * (2 if is_read else 1)
         width += 2.0 * (query - key) * self._copied_share
-        if shape.qk_norm_per_head or shape.qk_norm_whole:
-            width += (query + key) * self._score_norm_bytes / self.element
-        if shape.normalizes_scores:
-            width += (query + key) * 4.0 / self.element  # in float32
-        statistics = 4.0 * shape.heads
+        width += self._inner_norms_width
         if shape.qk_norm_per_head and self.fuses_inner_norms:
             statistics += 4.0 * (shape.heads + shape.kv_heads)
         scores = 0.0
@@ -461,6 +490,20 @@ class TrainerLayers:
             scores = self._score_bytes * shape.heads * layout.sequence_length
         masks = self.hidden * shape.dropout
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
+
+    @cached_property
+    def _inner_norms_width(self) -> float:
+        """What norms of queries, keys and values keep, in elements of a token."""
+        shape, width = self.shape, 0.0
+        scored = shape.query_dim + shape.kv_dim
+        if shape.qk_norm_per_head or shape.qk_norm_whole:
+            width += scored * self._score_norm_bytes / self.element
+        if shape.normalizes_values:
+            # Its kernel keeps what it reads; the keys' one has that, too, but where it keeps a wider copy.
+            width += shape.kv_dim * (not shape.values_are_keys or self.inner_norm != "layer")
+        if shape.normalizes_scores:
+            width += scored * 4.0 / self.element  # in float32
+        return width
 
     @cached_property
     def _rotates_fused(self) -> bool:
@@ -478,13 +521,15 @@ class TrainerLayers:
         if self.is_frozen:
             return 4
         # Ranks that share all heads' norm write it out, whatever the family's code, as OLMo 2's.
-        is_wide = self.shape.norm in ("rms_fp32", "rms_wide") or (self.shape.qk_norm_whole and self.layout.tensor > 1)
+        is_wide = self.shape.norm in ("rms_cast", "rms_fp32", "rms_wide") or (
+            self.shape.qk_norm_whole and self.layout.tensor > 1
+        )
         return 4 + (4 if is_wide else self.element)
 
     @cached_property
     def scored_products_bytes(self) -> float:
         """Queries, keys and values as products gave them."""
-        return self.tokens * self.element * (self.shape.query_dim + 2 * self.shape.kv_dim) / self.layout.tensor
+        return self.tokens * self.element * (self.shape.query_dim + self.shape.projected_kv_dim) / self.layout.tensor
 
     @cached_property
     def rotating_bytes(self) -> float:
@@ -535,7 +580,16 @@ class TrainerLayers:
     @cached_property
     def routed_bytes(self) -> float:
         """One layer's router, experts and shared expert."""
-        return self.experts_bytes + self.shared_bytes + self._router_bytes
+        return self.experts_bytes + self.shared_bytes + self._router_bytes + self._apart_bytes
+
+    @cached_property
+    def _apart_bytes(self) -> float:
+        """Where experts and a shared one have norms of their own: what the norms of what they give read, and the
+        router's normalized and scaled."""
+        if not self.shape.shared_apart:
+            return 0.0
+        scaled = self.hidden * (self.residual_element + self.element) * (not self.is_frozen)
+        return 2 * self.hidden * self._norm_input_element + scaled
 
     @cached_property
     def experts_bytes(self) -> float:
@@ -629,8 +683,10 @@ class TrainerLayers:
     @cached_property
     def product_gradient_bytes(self) -> float:
         """What comes to the products of a mean layer in their backward pass, a gradient of each one's result."""
+        if self.shape.wide_layers:
+            return self._mean_of(lambda kind: kind.product_gradient_bytes)
         shape, element = self.shape, self.element
-        results = shape.query_dim * (1 + shape.attention_gate) + 2 * shape.kv_dim
+        results = shape.query_dim * (1 + shape.attention_gate) + shape.projected_kv_dim
         found = self.tokens * element * results / self.layout.tensor + (1 + shape.gated_mlp) * self.product_bytes
         routed = (1 + shape.gated_mlp) * self.expert_product_bytes + self.rows_bytes
         return found + 2 * self.whole_hidden_bytes + routed * shape.moe_layers / shape.layers
@@ -681,11 +737,15 @@ class TrainerLayers:
     @cached_property
     def kept_bytes(self) -> float:
         """What a layer keeps until its backward pass begins, with the layout's recomputation; the mean over layers."""
+        if self.shape.wide_layers:
+            return self._mean_of(lambda kind: kind.kept_bytes)
         return self._kept(self.whole_bytes, self._width, self.shape.moe_layers / self.shape.layers)
 
     @cached_property
     def kept_routed_bytes(self) -> float:
         """The same of a layer with experts."""
+        if self.shape.wide_layers:
+            return self._mean_of(lambda kind: kind.kept_routed_bytes)
         return self._kept(self.whole_routed_bytes, self.shape.shared_ffn, 1.0)
 
     @cached_property
@@ -693,13 +753,14 @@ class TrainerLayers:
         """Of adapters, what a model's first layer keeps less than others: no gradient comes to where none is trained,
         its first norm, and of adapters that leave out what attention reads all that is before them. With parallel
         residuals none comes from attention to the feed-forward block either, whatever attention's adapters are."""
-        shape = self.shape
+        # Of two kinds of layers a model's first one has a window.
+        shape, first = self.shape, self.kinds[0][1]
         inputs = ATTENTION_INPUTS | QUERY_LATENT_INPUTS | KEY_LATENT_INPUTS
         if shape.parallel_residual and self.is_frozen and not shape.moe_layers and self.layout.recompute == "none":
             found = self.norm_input_bytes + self._unreached_block_bytes
             if not self._adapts(inputs):
-                read = self.tokens * self.element * shape.value_dim / self.layout.tensor
-                found += self.attention_bytes - read * self._adapts(ATTENTION_OUTPUTS)
+                read = self.tokens * self.element * first.shape.value_dim / self.layout.tensor
+                found += first.attention_bytes - read * self._adapts(ATTENTION_OUTPUTS)
             return found
         if not self.is_frozen or self.layout.recompute != "none" or shape.delta_layers or shape.parallel_residual:
             return 0.0
@@ -707,11 +768,11 @@ class TrainerLayers:
             return 0.0 if shape.norms_after else self.norm_input_bytes
         if shape.dense_layers:
             return 0.0
-        unreached = self.attention_norm_bytes + self.attention_bytes
+        unreached = self.attention_norm_bytes + first.attention_bytes
         if self._adapts(ATTENTION_OUTPUTS):
             # What the adapter reads, and what a norm of attention's result keeps.
             unreached -= self.norm_input_bytes if shape.norms_after else self.outputs_norms_bytes
-            return unreached - self.tokens * self.element * shape.value_dim / self.layout.tensor
+            return unreached - self.tokens * self.element * first.shape.value_dim / self.layout.tensor
         return unreached + self.norm_input_bytes * (not shape.norms_after) + self._unreached_block_bytes
 
     @cached_property
@@ -754,7 +815,7 @@ class TrainerLayers:
             qkv = 2.0 * shape.query_dim + shape.value_dim + shape.heads * shape.rope_dim
             qkv += (shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim) * layout.tensor
         else:
-            qkv = shape.query_dim + 2 * shape.kv_dim
+            qkv = shape.query_dim + shape.projected_kv_dim
         # A kernel that drops scores is run again, with the same numbers: its result isn't kept.
         is_kept = not (shape.attention_dropout and layout.flash_attention)
         scored = qkv + shape.query_dim * shape.attention_gate + shape.value_dim * is_kept
@@ -769,7 +830,8 @@ class TrainerLayers:
         each = self.tokens / layout.tensor
         block = self.element * width * (2 if shape.gated_mlp else 1)
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
-        return each * (mixing + block) + self.whole_hidden_bytes * (width > 0) + self._selected_adapter_bytes
+        hidden = self.whole_hidden_bytes * ((width > 0) + shape.shared_apart)
+        return each * (mixing + block) + hidden + self._selected_adapter_bytes
 
     @cached_property
     def _selected_adapter_bytes(self) -> float:

@@ -24,7 +24,7 @@ from trainyard.planner.stages import (
     num_vocabulary_matrices,
     vocabulary_split,
 )
-from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, layers_of
+from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers, layers_of
 
 WEIGHING = 3
 """Tensors of a hidden state of every choice of a token, while the weighted sum of its experts is differentiated: what
@@ -113,7 +113,7 @@ class _Step:
     def __init__(self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> None:
         self._shape, self._layout, self._stage = shape, layout, stage
         self._at: _PassesDone | None = None
-        self._layers = layers_of(shape, layout)
+        self._layers = self._mean = layers_of(shape, layout)
         vocabulary = self._layers.head_weight
         matrices = num_vocabulary_matrices(shape, layout, stage)
         self._is_tied = shape.tied_embeddings and matrices == 1
@@ -143,6 +143,18 @@ class _Step:
         found._at, found._stage = done, replace(self._stage, in_flight=done.in_flight)
         found._passes = found._stage.layers * done.in_flight
         return found
+
+    def _of_kind(self, number: int) -> "_Step":
+        """The same where a layer is that `number`th from the stage's end, of those whose heads are of two widths."""
+        if not self._shape.wide_layers:
+            return self
+        found = copy.copy(self)
+        found._layers = self._kind_of(number)
+        return found
+
+    def _kind_of(self, number: int) -> TrainerLayers:
+        narrow, wide = (kind for _, kind in self._mean.kinds)
+        return wide if number in self._stage.wide else narrow
 
     def _taken_apart(self) -> Units:
         """The layers as FSDP gathers them."""
@@ -183,8 +195,8 @@ class _Step:
             yield from self._from_loss() if at is not None and at.is_all_forward else self._at_loss()
         if self._is_sharded and self._layout.pipeline == 1:
             yield self._at_first_layer()
-        yield from self._in_last_scores()
-        yield from self._in_last_block()
+        yield from self._of_kind(0)._in_last_scores()
+        yield from self._of_kind(0)._in_last_block()
         yield from self._in_two_passes()
         yield from self._in_final_norm()
         if self._layout.method != "full":
@@ -193,19 +205,26 @@ class _Step:
                 yield from self._at_first_pass()
         for number in self._dearest():
             # Layers without experts are a model's first.
+            here = self._of_kind(number)
             if number >= self._routed_layers:
-                yield from self._in_layer(number)
+                yield from here._in_layer(number)
             elif self._layers.is_spread and self._is_sharded and self._layout.pipeline == 1:
-                yield from self._in_spread_layer(number)
+                yield from here._in_spread_layer(number)
             else:
-                yield from self._in_routed_layer(number)
+                yield from here._in_routed_layer(number)
             yield from self._at_reduction(number)
         yield from self._at_end()
 
     def _dearest(self) -> Sequence[int]:
         """Numbers of layers of which one's backward pass can be the worst. A pipeline gathers all for the whole step:
         from layer to layer of a kind as much comes and goes, whatever the moment, so that it is the first or the last
-        one, by what there is beside it."""
+        one, by what there is beside it. Of layers whose heads are of two widths both kinds are asked."""
+        found, wide = self._dearest_of_all(), self._stage.wide
+        if not wide:
+            return found
+        return sorted({*found, *(min(wide, key=lambda each: abs(each - number)) for number in found)})
+
+    def _dearest_of_all(self) -> Sequence[int]:
         count, routed = self._stage.layers, self._routed_layers
         if self._layout.pipeline == 1 or self._layers.delta_excess_bytes:
             return self._units.dearest
@@ -240,15 +259,16 @@ class _Step:
 
     def _ends(self) -> float:
         """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass; and its mask."""
-        layout, layers = self._layout, self._layers
+        layout, layers = self._layout, self._mean
         if layout.pipeline == 1:
-            return layers.mask_bytes
+            return layers.mask_bytes + layers.rotation_bytes
         passes = self._stage.in_flight * layout.chunks
         sent = passes - (1 if self._stage.head else 0)
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
         # Of other schedules each loss is followed by its own backward pass.
         waiting = (self._stage.in_flight - 1) * self._stage.head * (layout.schedule == "gpipe")
-        masks = math.ceil(self._stage.in_flight * num_stages(layout)) * layers.mask_bytes  # each stage makes its own
+        # Each stage makes its own.
+        masks = math.ceil(self._stage.in_flight * num_stages(layout)) * (layers.mask_bytes + layers.rotation_bytes)
         return max(sent, 0.0) * layers.whole_hidden_bytes + split + masks + waiting * layers.kept_end_bytes
 
     def _at_loss(self) -> Iterator[Moment]:
@@ -343,7 +363,8 @@ class _Step:
             before = self._kept_before(number) + mask + self._embedded()
             yield Moment(before + layers.input_bytes, 0.0, self._weights(units.arriving(number)) + self._received())
             gathered = self._weights(units.running(number)) + self._received()
-            running = max(self._running(number), self._in_forward_norm(), self._at_layers_end())
+            here = self._of_kind(number)
+            running = max(here._running(number), here._in_forward_norm(), here._at_layers_end())
             yield Moment(before + running, 0.0, gathered)
         if layers.has_norm_copies and self._stage.head:
             # The last norm, written out: what it reads, twice in float32, and narrowed.
@@ -564,19 +585,25 @@ class _Step:
 
     def _kept_before(self, number: int) -> float:
         """What the layers before the `number`th keep, and the stage's ends."""
-        layers = self._layers
-        done = min(number + 1, self._routed_layers)
         unreached = self._unreached()
-        kept = self._kept_in_all() + unreached - done * layers.kept_routed_bytes
-        return max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) - unreached + self._ends()
+        left = self._kept_in_all() + unreached - self._kept_of_last(number + 1)
+        return max(left, 0.0) - unreached + self._ends()
+
+    def _kept_of_last(self, count: int) -> float:
+        """What the last so many layers keep, those with experts of them first."""
+        routed = min(count, self._routed_layers)
+        if not self._shape.wide_layers:
+            return routed * self._mean.kept_routed_bytes + (count - routed) * self._mean.kept_bytes
+        kinds = [self._kind_of(number) for number in range(count)]
+        return sum(kind.kept_routed_bytes for kind in kinds[:routed]) + sum(kind.kept_bytes for kind in kinds[routed:])
 
     def _kept_in_all(self) -> float:
         """What all layers keep of the micro-batches in flight."""
-        return self._passes * self._layers.kept_bytes - self._unreached()
+        return self._passes * self._mean.kept_bytes - self._unreached()
 
     def _unreached(self) -> float:
         """Adapters: nothing is kept in front of a model's first one, which no gradient reaches."""
-        return self._layers.unreached_bytes * self._stage.in_flight * self._stage.embedding
+        return self._mean.unreached_bytes * self._stage.in_flight * self._stage.embedding
 
     def _above(self) -> float:
         """The gradient that comes to a layer from above."""

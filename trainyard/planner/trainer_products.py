@@ -21,8 +21,8 @@ def attention_products(shape: ModelShape, split: int) -> Iterator[Product]:
         yield (queries + 2 * shape.kv_dim) / split, shape.hidden
     else:
         yield queries / split, shape.hidden
-        yield shape.kv_dim / split, shape.hidden
-        yield shape.kv_dim / split, shape.hidden
+        for _ in range(shape.projected_kv_dim // shape.kv_dim):
+            yield shape.kv_dim / split, shape.hidden
     yield shape.hidden, shape.value_dim / split
 
 

@@ -16,6 +16,7 @@ from trainyard.planner.trainer_layers import LOSS_PART_TOKENS, TrainerLayers, la
 NORM_BYTES = {
     "rms": (36.0, 92.0),
     "rms_wide": (40.0, 104.0),
+    "rms_cast": (40.0, 104.0),
     "rms_fp32": (40.0, 104.0),
     "layer": (4.0, 6.0),
     "layer_fp32": (20.0, 24.0),
@@ -120,6 +121,11 @@ class Unfused:
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             normed = NORM_BYTES[self._layers.inner_norm if self._is_ours else shape.norm]
             forward, backward = forward + normed[0] * scored, backward + normed[1] * scored
+        if shape.normalizes_values:
+            # Without a weight, of one type.
+            normed = NORM_BYTES["layer" if self._is_ours else shape.norm]
+            values = self.layout.tokens_per_micro_batch * shape.kv_dim / split
+            forward, backward = forward + normed[0] * values, backward + normed[1] * values
         if not (shape.learned_positions or shape.alibi):
             widened = 2.0 if shape.wide_scores else 1.0
             forward += ROTATION_BYTES[0] * widened * scored
@@ -134,7 +140,7 @@ class Unfused:
                 moved + more for moved, more in zip((forward, backward), self._of_context(), strict=True)
             )
         # Gradients of the inputs of queries, keys and values are summed.
-        backward += RESIDUAL_BYTES * self._hidden * (0 if shape.fused_qkv else 2)
+        backward += RESIDUAL_BYTES * self._hidden * (0 if shape.fused_qkv else shape.projected_kv_dim / shape.kv_dim)
         return self._with_ends(forward, backward)
 
     def _of_context(self) -> tuple[float, float]:

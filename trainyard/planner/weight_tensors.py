@@ -40,7 +40,8 @@ def weight_tensors(shape: ModelShape, layout: Layout, stage: Stage) -> WeightTen
     if layout.method != "full":
         _add_adapters(found, shape, layout, stage)
         return found
-    _add_attention(found, shape, share * shape.num_attentions)
+    for number, kind in shape.attentions:
+        _add_attention(found, kind, share * number)
     _add_delta(found, shape, share * shape.delta_layers)
     _add_mlp(found, shape, shape.ffn, share * shape.num_mlps)
     routed = share * shape.moe_layers
@@ -48,6 +49,7 @@ def weight_tensors(shape: ModelShape, layout: Layout, stage: Stage) -> WeightTen
         _add_mlp(found, shape, shape.shared_ffn, routed)
         found.add(shape.experts, shape.hidden, routed)
         found.add(shape.hidden, 1, routed * shape.shared_gate)
+        found.vectors += 2 * routed * shape.shared_apart
         found.add(shape.experts * (1 + shape.gated_mlp) * shape.moe_ffn, shape.hidden, routed)
         found.add(shape.experts * shape.hidden, shape.moe_ffn, routed)
     found.vectors += stage.layers * shape.norms_per_layer * _of_norm(shape)
@@ -74,7 +76,7 @@ def _add_attention(found: WeightTensors, shape: ModelShape, number: float) -> No
         found.add(queries + 2 * shape.kv_dim, shape.hidden, number)
     else:
         found.add(queries, shape.hidden, number)
-        found.add(shape.kv_dim, shape.hidden, 2 * number)
+        found.add(shape.kv_dim, shape.hidden, shape.projected_kv_dim // shape.kv_dim * number)
     found.add(shape.hidden, shape.value_dim, number)
     biases = (1 if shape.fused_qkv else 3) * shape.qkv_bias + shape.output_bias
     norms = 2 * (shape.qk_norm_per_head or shape.qk_norm_whole)

@@ -79,8 +79,8 @@ class _RmsNorm(torch.autograd.Function):
     a row: the mean that a layer norm keeps beside it is none of the other's."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        output, _, scale = _aten.native_layer_norm(hidden, weight.shape, weight, None, epsilon)
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+        output, _, scale = _aten.native_layer_norm(hidden, hidden.shape[-1:], weight, None, epsilon)
         ctx.save_for_backward(hidden, weight, scale)
         return output  # type: ignore[no-any-return]
 
@@ -89,12 +89,12 @@ class _RmsNorm(torch.autograd.Function):
         hidden, weight, scale = ctx.saved_tensors
         needed = [*ctx.needs_input_grad[:2], False]
         of_hidden, of_weight, _ = _aten.native_layer_norm_backward(
-            gradients[0], hidden, weight.shape, scale, scale, weight, None, needed
+            gradients[0], hidden, hidden.shape[-1:], scale, scale, weight, None, needed
         )
         return of_hidden, of_weight, None
 
 
-def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     return _RmsNorm.apply(hidden, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
 
 
