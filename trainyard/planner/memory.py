@@ -35,7 +35,8 @@ from trainyard.planner.stages import (
     vocabulary_split,
 )
 from trainyard.planner.trainer_layers import layers_of
-from trainyard.planner.trainer_memory import gradients_come_late, least_moment, worst_moment
+from trainyard.planner.trainer_memory import least_moment, worst_moment
+from trainyard.planner.trainer_rank import gradients_come_late
 
 SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
 """torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
