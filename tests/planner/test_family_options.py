@@ -22,6 +22,8 @@ OWN: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 96},
     "dots1": {"n_shared_experts": 1},
     "falcon": {"new_decoder_architecture": True},
+    # Layers' own inputs have no formula.
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "top_k_experts": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -39,6 +41,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
     "glm_moe_dsa": {"num_key_value_heads": 4},
     "gptj": {"rotary_dim": 8},
+    "minicpm3": {"num_key_value_heads": 4},
+    "youtu": {"num_key_value_heads": 4},
 }
 """What a small one needs that is not only made, but runs."""
 

@@ -18,9 +18,11 @@ from trainyard.planner.families import (
     shape_from_source,
     shape_of_known,
 )
+from trainyard.planner.kindred_families import KINDRED_READERS
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.older_families import OLDER_READERS
 from trainyard.planner.sparse_families import SPARSE_READERS
+from trainyard.planner.wide_families import WIDE_READERS
 
 Counted = Callable[[dict[str, Any]], int]
 
@@ -97,8 +99,10 @@ def test_every_family_is_among_the_small_models() -> None:
         *DELTA_READERS,
         *DENSE_READERS,
         *EXPERT_READERS,
+        *KINDRED_READERS,
         *OLDER_READERS,
         *SPARSE_READERS,
+        *WIDE_READERS,
     }
 
 

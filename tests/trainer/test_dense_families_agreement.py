@@ -6,17 +6,24 @@ import pytest
 from trainer_testing.agreement import FEW, STATIC, agreement
 
 from trainyard.planner.dense_families import DENSE_READERS
+from trainyard.planner.kindred_families import KINDRED_READERS
 
 ACTIVATIONS, RECOMPUTED = 0.02, 0.10
 
-MODELS = (*sorted(DENSE_READERS), "gemma", "gemma2")
+MODELS = (*sorted(DENSE_READERS), *sorted(KINDRED_READERS), "gemma", "gemma2")
 """And Gemma's, whose norms were counted short: the second one writes its attention out."""
 
-QUICK = (*MODELS[:-2:4], "gemma2")
+QUICK = (*sorted(DENSE_READERS)[::4], "gemma2", "minicpm3")
+
+WHOLE: dict[str, Any] = {"num_key_value_heads": 16, "head_dim": None}
+"""Latent attention has as many heads of keys as of queries, and their widths by other names."""
+OWN = {"minicpm3": WHOLE, "youtu": WHOLE}
 
 
 def _agreement(model_type: str, recompute: str) -> Any:
-    return agreement({"model_type": model_type, **FEW, "intermediate_size": 6144}, activation_checkpointing=recompute)
+    model = {"model_type": model_type, **FEW, "intermediate_size": 6144, **OWN.get(model_type, {})}
+    stated = {name: value for name, value in model.items() if value is not None}
+    return agreement(stated, activation_checkpointing=recompute)
 
 
 @pytest.mark.parametrize(

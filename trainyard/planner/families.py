@@ -42,6 +42,7 @@ from trainyard.planner.family_parts import (
     windows,
     without_head_dim,
 )
+from trainyard.planner.kindred_families import KINDRED_READERS
 from trainyard.planner.kinds import EXPERTS, is_plain
 from trainyard.planner.known_models import BESIDE_TOWERS, KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.older_families import LEARNED_POSITIONS, OLDER_READERS
@@ -182,7 +183,9 @@ def _gemma2(config: Config) -> ModelShape:
     )
 
 
-WRITTEN_OUT = frozenset({"bloom", "codegen", "deepseek_v4", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"})
+WRITTEN_OUT = frozenset(
+    {"bloom", "codegen", "deepseek_v4", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt", "vaultgemma"}
+)
 """Model types whose attention transformers writes out: it gives them to none of torch's kernels (`_supports_sdpa`)."""
 
 NARROW_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_oss"})
@@ -191,7 +194,7 @@ NARROW_SOFTMAX = frozenset({"falcon", "gpt2", "gpt_oss"})
 
 def caps_scores(config: Config) -> bool:
     """Whether attention's scores are capped, which no fused kernel of the trainer's does; Gemma 2's are by default."""
-    default = 50.0 if config.get("model_type") == "gemma2" else None
+    default = 50.0 if config.get("model_type") in ("gemma2", "vaultgemma") else None
     return config.get("attn_logit_softcapping", default) is not None
 
 
@@ -406,6 +409,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     **DELTA_READERS,
     **DENSE_READERS,
     **EXPERT_READERS,
+    **KINDRED_READERS,
     **OLDER_READERS,
     **SPARSE_READERS,
     **WIDE_READERS,
