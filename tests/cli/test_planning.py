@@ -134,6 +134,21 @@ def test_a_page_of_nothing_says_what_the_jobs_own_machines_refuse(
     assert re.search(r"can&#x27;t be: training\.global_batch_size 7: is not divisible", page.read_text("utf-8"))
 
 
+def test_a_plan_notes_what_a_launch_here_would_refuse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It plans all the same: data may come later."""
+    monkeypatch.chdir(JOBS.parent)
+    odd = ["plan", str(JOBS / "tiny.yaml"), "--json", "--set", f"data.tokenizer={tmp_path}"]
+    assert run(odd) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["job"] == "tiny"
+    note = f"note: `trainyard launch` would refuse it as it stands: data.tokenizer {tmp_path}: holds no tokenizer.json;"
+    assert shown.err.startswith(note) and shown.err.count("\n") == 1
+    assert run(["plan", str(JOBS / "tiny.yaml")]) == 0 and run(["plan", JOB]) == 0
+    assert capsys.readouterr().err == "", "nor is anything known of what another machine reads"
+
+
 def test_a_search_to_a_loss_says_the_steps_that_it_was_made_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

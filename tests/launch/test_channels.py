@@ -64,7 +64,7 @@ def test_class_names_are_an_input(
         build_inputs(named("names.txt"), s3, contract)
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.tar").write_bytes(b"")
+    (tmp_path / "train.tar").write_bytes(b"a shard")
     data = job.data.model_copy(
         update={"train": (DataSource(path="train.tar", format="webdataset"),), "validation": (), "tokenizer": None}
     )

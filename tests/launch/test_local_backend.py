@@ -363,11 +363,12 @@ def test_inputs_are_made_absolute_and_missing_ones_named(
     (tmp_path / "text.jsonl").unlink()
     with pytest.raises(InputError, match=r"data.train.0.path: text.jsonl: no such file or folder"):
         launch_here(spec, place)
-    (tmp_path / "text.jsonl").touch()
+    (tmp_path / "text.jsonl").write_text('{"text": "a text"}')
     spec = spec.model_copy(update={"model": ModelSpec(source="tiny-llama")})
     with pytest.raises(InputError, match=r"model.source: tiny-llama: no such file or folder .*`hf download"):
         launch_here(spec, place)  # though its sizes are known, so that it can be planned
     (tmp_path / "tiny-llama").mkdir()
+    (tmp_path / "tiny-llama/tokenizer.json").write_text('{"model": {}}')
     assert launch_here(spec, place).resolved.spec.model.source == str(tmp_path / "tiny-llama")
 
 

@@ -10,6 +10,7 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.launch import launch_here, watch
 from trainyard.launch.local_backend import LocalBackend
+from trainyard.launch.local_paths import local_job
 from trainyard.launch.record import FolderRecordStore
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
@@ -62,11 +63,12 @@ def test_a_resume_is_refused_where_its_place_is_a_file_now_and_changes_nothing(t
 
 def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/text.txt").write_text("a text\n")
     job = spec(tmp_path)
     in_folder = {"train": [{"path": str(tmp_path / "folder"), "format": "text"}], "sequence_length": 8}
 
-    def refuses(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    def refuses(path: object, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refuses)
@@ -76,10 +78,99 @@ def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         patched.setattr(os, "scandir", refuses)
         with pytest.raises(InputError, match=r"^data\.train\.0\.path: .*folder: can't be read: Permission denied$"):
             launch_here(spec(tmp_path, data=in_folder), tmp_path / "jobs")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", refuses)
+        tokenizer = {**in_folder, "tokenizer": str(tmp_path / "folder")}
+        with pytest.raises(InputError, match=r"^tokenizer: .*folder: can't be read: Permission denied$"):
+            launch_here(spec(tmp_path, data=tokenizer), tmp_path / "jobs")
     os.mkfifo(tmp_path / "pipe")
     data = {"train": [{"path": str(tmp_path / "pipe"), "format": "text"}], "sequence_length": 8}
     with pytest.raises(InputError, match=r"pipe: is neither a file nor a folder$"):
         launch_here(spec(tmp_path, data=data), tmp_path / "jobs")
+
+
+def _folders(root: Path) -> None:
+    """What nothing can be read from, each for a reason of its own."""
+    for name in ("empty", "hidden/.git", "other", "packed", "blank", "tokenizer"):
+        (root / name).mkdir(parents=True)
+    (root / "hidden/.git/a.jsonl").write_text("{}")
+    (root / "other/a.txt").write_text("a text")
+    (root / "packed/a.jsonl.zst").write_text("packed")
+    (root / "blank/a.jsonl").touch()
+    (root / "pointer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    (root / "config.json").write_text("{}")
+
+
+ANY_JSON = r"no file that ends in \.jsonl, \.json, \.jsonl\.gz, \.json\.gz \(format: jsonl\)"
+MEND = "; put some there, or correct the path or the format$"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train": [("empty", "text")]}, r"^data\.train\.0\.path: .*/empty: no file \(format: text\); put some there"),
+        ({"train": [("text.txt", "text"), ("empty", "jsonl")]}, rf"^data\.train\.1\.path: .*/empty: {ANY_JSON}{MEND}"),
+        ({"train": [("hidden", "jsonl")]}, rf"/hidden: {ANY_JSON}{MEND}"),
+        ({"validation": [("other", "jsonl")]}, rf"^data\.validation\.0\.path: .*/other: {ANY_JSON}{MEND}"),
+        ({"train": [("packed", "jsonl")]}, rf"/packed: {ANY_JSON}, but a\.jsonl\.zst \(packed in a way .*\){MEND}"),
+        ({"train": [("blank", "jsonl")]}, r"^data\.train: .*/blank: not one byte; give files with some text, or take"),
+        ({"tokenizer": "tokenizer"}, r"^data\.tokenizer .*/tokenizer: holds no tokenizer\.json; .* correct the path$"),
+        ({"tokenizer": "pointer.json"}, r"/pointer\.json: is not a tokenizer\.json \(.*no pointer of Git LFS\?\)$"),
+        ({"tokenizer": "config.json"}, r"/config\.json: is not a tokenizer\.json \(it has no model\)$"),
+    ],
+    ids=str,
+)
+def test_what_holds_nothing_to_read_is_refused_before_anything_is_made(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    """Its ranks said so 12 s later, and left a failed job behind."""
+    _folders(tmp_path)
+    job = spec(tmp_path)
+    data = job.data.model_dump()
+    for name, stated in changes.items():
+        is_path = isinstance(stated, str)
+        data[name] = (
+            str(tmp_path / stated) if is_path else [{"path": str(tmp_path / p), "format": kind} for p, kind in stated]
+        )
+    changed = parse(JobSpec, job.model_dump() | {"data": data}, "job")
+    with pytest.raises(InputError, match=told):  # as of a cluster that shares this machine's files
+        local_job(changed)
+    with pytest.raises(InputError, match=told) as caught:
+        launch_here(changed, tmp_path / "jobs")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "jobs").exists(), "no record of it"
+
+
+def test_one_source_of_a_set_may_be_blank(tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").touch()
+    sources = [{"path": str(tmp_path / name), "format": "text"} for name in ("text.txt", "blank.txt")]
+    launch_here(spec(tmp_path, data={"train": sources, "sequence_length": 8}), tmp_path / "jobs")
+
+
+def test_what_the_ranks_of_a_cluster_may_read_and_this_user_may_not_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    job = spec(tmp_path, data={"train": [{"path": str(folder), "format": "text"}], "sequence_length": 8})
+
+    def refuses(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    assert local_job(job).data.train[0].path == str(folder)
+
+
+def test_a_resume_is_refused_where_its_data_is_gone_and_changes_nothing(tmp_path: Path) -> None:
+    jobs, folder = tmp_path / "jobs", tmp_path / "folder"
+    folder.mkdir()
+    (folder / "text.txt").write_text("a text\n")
+    data = {"train": [{"path": str(folder), "format": "text"}], "sequence_length": 8}
+    record = launch_here(spec(tmp_path, data=data), jobs)
+    (folder / "text.txt").unlink()
+    with pytest.raises(InputError, match=r"^data\.train\.0\.path: .*/folder: no file \(format: text\)"):
+        watch.resume(FolderRecordStore(jobs), LocalBackend(jobs), record.job_id)
+    assert FolderRecordStore(jobs).read(record.job_id).record.attempt.number == 1
 
 
 def test_a_folder_in_a_files_place_and_a_file_in_a_folders_are_refused(tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ def test_every_job_of_one_file_saves_in_a_folder_of_its_own(
 ) -> None:
     """A path is from the job's own folder, where its script runs; the second job would go on from the first one's."""
     (tmp_path / "train").mkdir()
+    (tmp_path / "train/tokenizer.json").write_text('{"model": {}}')
     content = cluster_job().model_dump(mode="json", exclude_unset=True)
     content["data"]["train"][0]["path"] = str(tmp_path / "train")
     content["data"] |= {"validation": [], "tokenizer": str(tmp_path / "train"), "chat_template": None}

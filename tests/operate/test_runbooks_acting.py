@@ -492,7 +492,7 @@ def files_here(folder: Path) -> list[str]:
         "data.tokenizer": "tokenizer.json",
     }
     for name in names.values():
-        (folder / name).write_text("{}\n")
+        (folder / name).write_text('{"model": {}}\n')
     return [word for key, name in names.items() for word in ("--set", f"{key}={folder / name}")]
 
 

@@ -115,6 +115,19 @@ def plan(
     if html is not None:
         _write_page(html, spec, region, book, found)
     _show(spec, region, book, found, as_json)
+    _note_refusal(spec)
+
+
+def _note_refusal(spec: "JobSpec") -> None:
+    """A line on why a launch on this machine would be refused; a plan needs none of what the job reads."""
+    from trainyard.launch.local_paths import local_job
+
+    if spec.compute.backend != "local":
+        return
+    try:
+        local_job(spec)
+    except InputError as error:
+        print(f"note: `trainyard launch` would refuse it as it stands: {error}", file=sys.stderr)
 
 
 def _trace(

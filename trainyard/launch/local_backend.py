@@ -22,7 +22,7 @@ from typing import Any
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say, without_first_line
-from trainyard.launch.local_paths import check_places
+from trainyard.launch.local_paths import check_held, check_places, check_read
 from trainyard.launch.moved import refused_resume
 from trainyard.launch.record import JobRecord, StateChange
 from trainyard.launch.session import checkout_root
@@ -40,10 +40,14 @@ class LocalBackend:
         self._folder = folder
 
     def check(self, record: JobRecord) -> None:
-        """This machine needs a trainer, and a place for checkpoints; a job that is resumed the ones it has."""
+        """This machine needs a trainer, what the job reads, and a place for checkpoints; a job that is resumed the ones
+        it has."""
         check_trainer()
         self._refuse_moved(record)
-        check_places(record.spec, record.resolved.spec)
+        spec = record.resolved.spec
+        check_held(spec)
+        check_read(spec)
+        check_places(record.spec, spec)
 
     def submit(self, record: JobRecord, say: Say) -> None:
         """Start the supervisor in the background; an attempt that was started already is left alone."""

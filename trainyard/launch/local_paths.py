@@ -1,22 +1,27 @@
 """The paths of a job on this machine: made absolute, and refused before a process starts where they can't be used."""
 
+import contextlib
+import itertools
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.channels import is_streamed
 from trainyard.spec.checkpoint_names import HOME, LEADS_NOWHERE, broken_link
-from trainyard.spec.job import JobSpec
+from trainyard.spec.data_files import FOR_ALL, files_of, no_file, sources_by_name, tokenizer_file_of
+from trainyard.spec.job import DataSource, JobSpec
 
 _PLACES = ("destination", "local_directory")
 _FROM_THE_HUB = "nothing is asked of the Hugging Face Hub: `hf download ID --local-dir FOLDER`, and give FOLDER"
 
 
 def local_job(job: JobSpec) -> JobSpec:
-    """`job` with absolute paths: a resume from another folder reads the same. InputError where one isn't here."""
+    """`job` with absolute paths: a resume from another folder reads the same. InputError where one isn't here, or has
+    nothing in it that the job could read."""
     data = job.data
     changes: dict[str, Any] = {
         kind: tuple(
@@ -42,7 +47,9 @@ def local_job(job: JobSpec) -> JobSpec:
         names = _file(_local_path(images.class_names, "images.class_names"), "images.class_names")
         images = images.model_copy(update={"class_names": names})
     data = data.model_copy(update=changes)
-    return job.model_copy(update={"data": data, "model": model, "images": images})
+    found = job.model_copy(update={"data": data, "model": model, "images": images})
+    check_held(found)
+    return found
 
 
 def saving_here(job: JobSpec) -> JobSpec:
@@ -70,7 +77,75 @@ def check_read(job: JobSpec) -> None:
                 with Path(path).open("rb"):
                     pass
         except OSError as error:
-            raise InputError(f"{where}: {path}: can't be read: {error.strerror}") from None
+            raise _unread(where, path, error) from None
+    place = job.data.tokenizer or job.model.source
+    try:
+        if place and (file := _tokenizer_file(job)) is not None:
+            with file.open("rb"):
+                pass
+    except OSError as error:
+        raise _unread("tokenizer", place, error) from None
+
+
+def _unread(where: str, path: str | None, error: OSError) -> InputError:
+    return InputError(f"{where}: {path}: can't be read: {error.strerror}")
+
+
+def _tokenizer_file(job: JobSpec) -> Path | None:
+    """None where there is none, or none here; OSError where nobody may look for it."""
+    is_elsewhere = "://" in (job.data.tokenizer or job.model.source or "")
+    return None if job.task == "image_classification" or is_elsewhere else tokenizer_file_of(job)
+
+
+def check_held(job: JobSpec) -> None:
+    """InputError where what a job with absolute paths reads has nothing for it: no file of its format, not one byte, no
+    tokenizer. Its ranks would say so once they are up. What this user may not look at, theirs may."""
+    for kind in ("train", "validation"):
+        for index, source in enumerate(getattr(job.data, kind)):
+            _check_files(source, f"data.{kind}.{index}.path: {source.path}")
+    _check_bytes(job.data.train, "data.train")
+    for name, sources in sources_by_name(job.data.validation).items():
+        _check_bytes(sources, "data.validation" + (f" ({name})" if name else ""))
+    _check_tokenizer(job)
+
+
+def _check_files(source: DataSource, where: str) -> None:
+    left_out: dict[Path, str] = {}
+    if "://" in source.path:
+        return
+    with contextlib.suppress(OSError):
+        for path, why in files_of(source):
+            if why is None:
+                return
+            left_out[path] = why
+        if FOR_ALL.issuperset(left_out.values()):
+            told = [f"{path.relative_to(source.path).as_posix()} ({why})" for path, why in left_out.items()]
+            raise no_file(where, source, told)
+
+
+def _check_bytes(sources: Sequence[DataSource], where: str) -> None:
+    def may_have_some(path: Path, why: str | None) -> bool:
+        return why not in FOR_ALL if why else path.stat().st_size > 0 or not path.is_file()
+
+    with contextlib.suppress(OSError):
+        if not any("://" in one.path or any(itertools.starmap(may_have_some, files_of(one))) for one in sources):
+            paths = ", ".join(source.path for source in sources)
+            raise InputError(f"{where}: {paths}: not one byte; give files with some text, or take the source out")
+
+
+def _check_tokenizer(job: JobSpec) -> None:
+    with contextlib.suppress(OSError):
+        if (file := _tokenizer_file(job)) is None:
+            return
+        try:
+            content = json.loads(file.read_bytes())
+        except ValueError as error:
+            why = f"{error}; is it whole, and no pointer of Git LFS?"
+        else:
+            if isinstance(content, dict) and "model" in content:
+                return
+            why = "it has no model"
+        raise InputError(f"tokenizer {file}: is not a tokenizer.json ({why})")
 
 
 def check_places(written: JobSpec, job: JobSpec) -> None:

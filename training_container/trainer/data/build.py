@@ -15,10 +15,11 @@ from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
 from trainer.data.token_cache import TokenCache, open_token_cache
 from trainer.data.token_units import Vocabulary
-from trainer.data.tokenizer import is_ready_made, tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import tokenizer_of
 from trainer.speech import say
 from trainyard.errors import InputError
-from trainyard.spec.job import DataSource, DataSpec, ResolvedJob, ValidationSource
+from trainyard.spec.data_files import is_ready_made, sources_by_name, tokenizer_file_of
+from trainyard.spec.job import DataSource, DataSpec, ResolvedJob
 from trainyard.spec.obstacles import stated_vocabulary
 
 
@@ -212,12 +213,6 @@ def part_cache(job: ResolvedJob, cache_dir: Path) -> PartCache | None:
 def _cache_bytes(job: ResolvedJob) -> int:
     """A rank's share of the disk."""
     return int(job.spec.data.stream_cache_gib * (1 << 30)) // job.processes_per_host
-
-
-def sources_by_name(sources: Sequence[ValidationSource]) -> dict[str | None, tuple[ValidationSource, ...]]:
-    """The sources of each validation set, in the order of the job."""
-    names = dict.fromkeys(source.name for source in sources)
-    return {name: tuple(source for source in sources if source.name == name) for name in names}
 
 
 def _told(caches: Mapping[str, TokenCache]) -> dict[str, int]:

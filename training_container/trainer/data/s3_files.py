@@ -25,9 +25,10 @@ from trainer.checkpoint.destination import (
     s3_client,
     s3_errors,
 )
-from trainer.data.files import NEARLY, DataFile, is_nearly_wanted, is_wanted, no_file, warn
+from trainer.data.files import DataFile, warn
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.data_files import NEARLY, is_nearly_wanted, is_wanted, no_file
 from trainyard.spec.job import DataSource
 
 FRONT_TO_BACK_BYTES = 8 << 20
@@ -116,10 +117,10 @@ def list_s3(source: DataSource) -> list[DataFile]:
     inside = {entry["Key"].removeprefix(f"{key}/"): entry for entry in objects if entry["Key"].startswith(f"{key}/")}
     below = [entry for name, entry in inside.items() if entry["Size"] and is_wanted(name, source)]
     left_out = [f"{name} ({NEARLY})" for name in inside if is_nearly_wanted(name, source)]
+    if not (exact or below):
+        raise no_file(f"data path {source.path}", source, left_out)
     if left_out and not exact:
         warn(source, left_out)
-    if not (exact or below):
-        raise no_file(source)
     return [
         S3File(
             where=f"s3://{bucket}/{entry['Key']}",

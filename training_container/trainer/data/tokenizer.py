@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainyard.errors import InputError
+from trainyard.spec.data_files import tokenizer_file_of
 from trainyard.spec.job import JobSpec
 
 BYTE_VOCAB_SIZE = 257
@@ -21,8 +22,6 @@ BYTE_VOCAB_SIZE = 257
 
 _COMMON_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """Asked in this order where no tokenizer_config.json says which token ends a document."""
-
-_FILE = "tokenizer.json"
 
 _ANCHOR_CHARACTERS = 256
 
@@ -229,30 +228,3 @@ def tokenizer_of(job: JobSpec) -> TextTokenizer:
     """The job's tokenizer: `data.tokenizer`, else the one beside a local `model.source`, else bytes."""
     file = tokenizer_file_of(job)
     return ByteTokenizer() if file is None else JsonTokenizer(file)
-
-
-def tokenizer_file_of(job: JobSpec) -> Path | None:
-    """The tokenizer.json that `tokenizer_of` reads; None for bytes, and where ready-made ids need none."""
-    if job.data.tokenizer is not None:
-        return _tokenizer_file(job.data.tokenizer, "data.tokenizer")
-    source = job.model.source
-    if source is None or (is_ready_made(job) and not (Path(source) / _FILE).is_file()):
-        return None
-    return _tokenizer_file(source, "model.source")
-
-
-def is_ready_made(job: JobSpec) -> bool:
-    """Whether all that the job reads is token ids."""
-    return all(source.format == "tokens" for source in (*job.data.train, *job.data.validation))
-
-
-def _tokenizer_file(location: str, field: str) -> Path:
-    path = Path(location)
-    if "://" in location or not path.exists():
-        raise InputError(f"{field} {location}: the tokenizer must be a local tokenizer.json or a folder that holds one")
-    file = path / _FILE if path.is_dir() else path
-    if not file.is_file():
-        raise InputError(
-            f"{field} {location}: holds no {_FILE}; save the tokenizer in its fast form, or set data.tokenizer"
-        )
-    return file

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from transformers import PreTrainedModel
 
-from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import tokenizer_of
 from trainer.dry_run.watch import Answers
 from trainer.models.attention import masks_documents
 from trainer.models.build import outline_model
@@ -29,6 +29,7 @@ from trainer.strategies.fsdp import COMPUTE_TYPES
 from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks import task_of
 from trainyard.errors import InputError
+from trainyard.spec.data_files import tokenizer_file_of
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import separates_documents
 

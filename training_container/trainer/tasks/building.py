@@ -12,7 +12,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
 from trainer.data.bad_records import BadRecords
-from trainer.data.build import sources_by_name
 from trainer.models import rotary
 from trainer.models.configuration import WRONG, configuration_in, one_line, refusing
 from trainer.models.deferred_weights import defer, outline, source_of
@@ -22,6 +21,7 @@ from trainer.models.sharded_source import load, refusing_source, to_trained_type
 from trainer.seeds import seed_everything
 from trainer.tasks.samples import SampleStream, SampleTable, SampleValidation
 from trainyard.errors import InputError
+from trainyard.spec.data_files import sources_by_name
 from trainyard.spec.job import DataSource, ImageSpec, ResolvedJob
 
 

@@ -23,7 +23,7 @@ from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate, chat_template_of
 from trainer.data.documents import DocumentEncoder, encoder_of
 from trainer.data.readers import Record
-from trainer.data.tokenizer import JsonTokenizer, TextTokenizer, tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import JsonTokenizer, TextTokenizer, tokenizer_of
 from trainer.losses.token_loss import next_token_loss_sum
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES
@@ -33,6 +33,7 @@ from trainer.tasks.building import config_of, finished, image_data, outlined, tr
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
+from trainyard.spec.data_files import tokenizer_file_of
 from trainyard.spec.job import DataSource, ImageSpec, ResolvedJob
 from trainyard.spec.words import counted
 
