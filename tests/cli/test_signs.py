@@ -17,7 +17,9 @@ from trainyard.launch.backend import LogLine, Observation, Say
 from trainyard.launch.local_backend import TAIL_BYTES, LocalBackend
 from trainyard.launch.record import FolderRecordStore, JobRecord
 from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.notes import notes_on
 
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
 RESTART = "recovery restart={} last_step={} backoff_seconds=2 reason={}"
 KILLED = "rank 1 on this machine was killed by SIGKILL: out of memory on the host, or killed from outside"
 
@@ -227,6 +229,33 @@ def test_hosts_that_tell_of_one_restart_tell_of_one() -> None:
     assert not seen.is_restarting and (seen.step, seen.step_at) == (4, 5.0)
     seen.read(LogLine("algo-1", RESTART.format(1, 5, KILLED), 9000))
     assert len(seen.restarts) == 2, "of the next attempt, whose hosts count anew"
+
+
+def test_who_launches_and_waits_is_told_what_is_odd_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launch and the job's first rank warn of the same, each in its own right: the other may not be seen."""
+    (tmp_path / "text.txt").write_text("a text\n" * 100)
+    odd = [
+        "--set",
+        f"data.train=[{{path: {tmp_path}/text.txt, format: text}}]",
+        "--set",
+        f"data.validation=[{{path: {tmp_path}/text.txt, format: text}}]",
+    ]
+    odd += ["--set", "training.max_skips=2"]
+    own = "warning: another of the job's own"
+
+    def submit(self: LocalBackend, record: JobRecord, _: Say) -> None:
+        (note,) = notes_on(record.spec, record.resolved.steps)
+        add(folder.parent / record.job_id / "log.txt", f"warning: {note}\n{own}\n{own}")
+
+    monkeypatch.setattr(LocalBackend, "submit", submit)
+    monkeypatch.setattr(Machine, "state", "Completed")
+    assert run(["launch", str(JOBS / "tiny.yaml"), "--backend", "local", "--wait", *odd]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert len(warnings) == 2 and warnings[0].startswith("warning: training.max_skips: 2 changes nothing")
+    assert warnings[1] == own
 
 
 def test_who_resumes_and_waits_is_shown_all_that_the_attempt_writes(

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,13 +66,14 @@ def launch(
     Example: trainyard launch jobs/quickstart.yaml --environment local --wait
     """
     spec = load_for_backend(job, overrides or [], backend)
-    place, record = launch_job(spec, environment, processes=processes, force=force)
+    warned: set[str] = set()
+    place, record = launch_job(spec, environment, processes=processes, force=force, warned=warned)
     starts_again = place.has_resumer or place.has_queue
     if record.backend == "sagemaker" and record.spec.recovery.max_resumes and not starts_again:
         print(f"recovery.max_resumes: tenant {record.tenant} submits directly and has no resumer", file=sys.stderr)
     options = as_given(environment)
     if wait:
-        record = _follow(place, record.job_id, quiet=as_json, options=options).record
+        record = _follow(place, record.job_id, quiet=as_json, options=options, warned=warned).record
     if as_json:
         print_json(summary(record))
     else:
@@ -150,13 +151,16 @@ def _left_on_sagemaker(path: Path, backend: str, say: Callable[[str], None]) -> 
     return [f"{name}=null" for name in names]
 
 
-def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
-    """Launch a job where its `compute.backend` says, and have its trackers told; where it lives now, and its record."""
+def launch_job(
+    spec: "JobSpec", environment: str, *, processes: int | None, force: bool, warned: set[str] | None = None
+) -> "tuple[Place, JobRecord]":
+    """Launch a job where its `compute.backend` says, and have its trackers told; where it lives now, and its record.
+    Warnings are put into `warned`."""
     from trainyard.operate.following import check_tracking
 
     check_tracking(spec)
     with _told_what_to_do(as_given(environment)):
-        place, record = _launched(spec, environment, processes=processes, force=force)
+        place, record = _launched(spec, environment, processes, force, warned)
     begin_tracking(record, place, environment)
     return place, record
 
@@ -190,29 +194,30 @@ def tenants_environment(spec: "JobSpec", environment: str) -> "EnvironmentSpec |
     return None if deployed.emulated and spec.compute.backend in DOORS else deployed
 
 
-def _launched(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
+def _launched(
+    spec: "JobSpec", environment: str, processes: int | None, force: bool, warned: set[str] | None
+) -> "tuple[Place, JobRecord]":
     from trainyard.launch import launch as launch_on_sagemaker
     from trainyard.launch import launch_here
     from trainyard.launch.doors import DOORS
     from trainyard.launch.place import local_jobs_folder, local_place, open_tenant
 
     with console(stderr=True).status("launching") as spinner:
+        say = teller(spinner, warned)
         if spec.compute.backend == "local":
-            return local_place(), launch_here(
-                spec, local_jobs_folder(), num_processes=processes, force=force, say=teller(spinner)
-            )
+            return local_place(), launch_here(spec, local_jobs_folder(), num_processes=processes, force=force, say=say)
         if processes is not None:
             raise InputError("--processes is for --backend local; on a cluster each GPU has its process")
         deployed = tenants_environment(spec, environment)
         door = DOORS.get(spec.compute.backend)
         if deployed is None:
             assert door is not None, "only a door's jobs are this machine's where its environment has no machines"
-            return local_place(), door.launch_from_here(spec, local_jobs_folder(), force=force, say=teller(spinner))
+            return local_place(), door.launch_from_here(spec, local_jobs_folder(), force=force, say=say)
         spinner.update("opening the account")
         access = open_tenant(deployed, spec.tenant, f"job {spec.name}")
         launch_there = launch_on_sagemaker if door is None else door.launch_for_tenant
         record = launch_there(
-            spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=teller(spinner)
+            spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=say
         )
         return access.place, record
 
@@ -550,11 +555,13 @@ def _follow(
     quiet: bool,
     options: str,
     before: "Callable[[], Before | None] | None" = None,
+    warned: "Collection[str]" = (),
 ) -> "Status":
     from trainyard.cli.live import follow
 
     try:
-        return follow(place, job_id, quiet=quiet, options=options, before=before() if before else None)
+        past = before() if before else None
+        return follow(place, job_id, quiet=quiet, options=options, before=past, warned=warned)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
             f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}{options}`,"

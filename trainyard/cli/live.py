@@ -4,7 +4,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console, RenderableType
@@ -25,12 +25,12 @@ _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=|recove
 
 class _Notable:
     """What of a log is told beside its steps: between two of these each once, however many hosts say it; a warning
-    once at all, as hosts come to theirs at different steps."""
+    once at all, as hosts come to theirs at different steps, and none that was `warned` of before."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, warned: Collection[str]) -> None:
         self._seen = seen
         self._told: set[str] = set()
-        self._warned: set[str] = set()
+        self._warned = set(warned)
 
     def of(self, lines: Sequence[LogLine]) -> Iterator[tuple[LogLine, bool]]:
         """Of new lines those to be told, and whether each is a step; all of them are taken in."""
@@ -66,14 +66,23 @@ def before_now(place: Place, record: JobRecord) -> Before | None:
         return None
 
 
-def follow(place: Place, job_id: str, *, quiet: bool, options: str = "", before: Before | None = None) -> Status:
+def follow(
+    place: Place,
+    job_id: str,
+    *,
+    quiet: bool,
+    options: str = "",
+    before: Before | None = None,
+    warned: Collection[str] = (),
+) -> Status:
     """Show the job's progress until it ends; its last status. `quiet` prints nothing (a program reads the JSON).
 
-    `options`: as of Status. `before`: what is not shown again, be it a million lines.
+    `options`: as of Status. `before`: what is not shown again, be it a million lines. `warned`: what this command has
+    warned of already, as the job's first rank does too.
     """
     out = console(stderr=True)
     last: Status | None = None
-    shown = _Quiet() if quiet else _Live(out) if sys.stderr.isatty() else _Plain(out)
+    shown = _Quiet() if quiet else _Live(out, warned) if sys.stderr.isatty() else _Plain(out, warned)
     with shown:
         shown.recall(before.lines if before else [])
         cursor = before.cursor if before else LogCursor()
@@ -104,11 +113,11 @@ class _Quiet:
 class _Plain(_Quiet):
     """For a pipe: a line per change of state with why it waits, per step and per checkpoint."""
 
-    def __init__(self, out: Console) -> None:
+    def __init__(self, out: Console, warned: Collection[str]) -> None:
         self._out = out
         self._state = ""
         self._seen = Seen()
-        self._notable = _Notable(self._seen)
+        self._notable = _Notable(self._seen, warned)
 
     def recall(self, lines: list[LogLine]) -> None:
         """See _Quiet."""
@@ -130,10 +139,10 @@ class _Plain(_Quiet):
 class _Live(_Quiet):
     """For a terminal: a screen that goes on turning and counting while AWS is silent."""
 
-    def __init__(self, out: Console) -> None:
+    def __init__(self, out: Console, warned: Collection[str]) -> None:
         self._out = out
         self._seen = Seen()
-        self._notable = _Notable(self._seen)
+        self._notable = _Notable(self._seen, warned)
         self._current: Status | None = None
         self._lock = threading.Lock()
         self._live = Live(get_renderable=self._screen, console=out, refresh_per_second=4)

@@ -111,13 +111,15 @@ def turner(spinner: "Status") -> "Say":
     return lambda words: spinner.update(Text(words))
 
 
-def teller(spinner: "Status") -> "Say":
-    """What is being done turns the spinner; a warning is a line that stays."""
+def teller(spinner: "Status", warned: set[str] | None = None) -> "Say":
+    """What is being done turns the spinner; a warning is a line that stays, and is put into `warned`."""
     turn = turner(spinner)
 
     def say(words: str) -> None:
         if words.startswith("warning: "):
             spinner.console.print(words, style="yellow")
+            if warned is not None:
+                warned.add(words)
         else:
             turn(words)
 
