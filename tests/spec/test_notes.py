@@ -127,3 +127,16 @@ def test_a_launch_warns_and_a_plan_notes_it() -> None:
     planned(spec, world_size=2, is_on_this_machine=True, say=said.append)
     assert [line for line in said if line.startswith("warning: training.schedule.warmup_steps: 40 is all of")]
     assert any("40 is all of the job's steps" in note for note in planner.plan(spec).notes)
+
+
+def test_an_adapters_rank_beyond_its_models_widths_is_told_before_anything_is_spent() -> None:
+    """The trainer alone told of it, on machines that were paid for."""
+    adapter = {"kind": "lora", "rank": 129, "targets": ["q_proj", "v_proj"]}
+    spec = job(model={"source": "Qwen/Qwen2.5-0.5B", "config": None, "adapter": adapter})
+    told = "model.adapter.rank: 129 is more than the width of v_proj, 128, and what is added"
+    said: list[str] = []
+    planned(spec, world_size=2, is_on_this_machine=True, say=said.append)
+    assert [line for line in said if line.startswith(f"warning: {told}")]
+    assert [note for note in planner.plan(spec).notes if note.startswith(told)]
+    fitting = job(model={"source": "Qwen/Qwen2.5-0.5B", "config": None, "adapter": adapter | {"rank": 128}})
+    assert not [note for note in planner.plan(fitting).notes if "adapter" in note]

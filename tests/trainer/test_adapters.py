@@ -1,5 +1,6 @@
 """LoRA under every engine equals one process; its checkpoint holds the adapter alone; peft reads what is exported."""
 
+import copy
 import weakref
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import inject_adapter_in_model
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from trainer.checkpoint.manifest import step_folder
 from trainer.export import Export, export
@@ -20,8 +22,12 @@ from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, no_clock, run, worst_relative_error
 from trainer_testing.support_table import CASES, TOLERANCE, measure, save_sources, source_of
 from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from trainyard.errors import InputError
+from trainyard.planner.adapters import notes_on_adapter as planned_notes
+from trainyard.planner.families import trained_shape
 from trainyard.spec.job import AdapterSpec, ResolvedJob
 
 HALF, STEPS = 2, 4
@@ -105,6 +111,26 @@ def test_a_rank_beyond_the_narrowest_adapted_layer_is_told(base: Path, kind: str
     keys = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     assert f"rank: 4096 is more than the width of v_proj, {keys}," in note
     assert notes_on_adapter(model, stated.model_copy(update={"rank": keys})) == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_tells_of_a_rank_what_the_model_itself_does(family: str) -> None:
+    """Of each of its linear layers alone: the plan knows their widths by its own formulas."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES[family]))
+    names = {
+        path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    }
+    shape, told = trained_shape(FAMILIES[family]), []
+    for name in names:
+        stated, adapted = AdapterSpec(kind="lora", rank=10**4, targets=(name,)), copy.deepcopy(model)
+        try:
+            add_adapter(adapted, stated.model_copy(update={"rank": 1}), seed=1)
+        except InputError:
+            continue  # no job has that one: a head that is the embedding, a mixture's packed experts
+        assert notes_on_adapter(adapted, stated) == planned_notes(shape, stated)
+        told += notes_on_adapter(adapted, stated)
+    assert len(told) > 2 and all("is more than the width of" in note for note in told)
 
 
 def test_of_a_micro_batch_nothing_is_left_when_the_next_one_begins(base: Path) -> None:

@@ -37,6 +37,7 @@ from trainyard.launch.session import Account, price_file, unwritable
 from trainyard.launch.tracing import plan_by_trace
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.elastic import smaller
+from trainyard.planner.formulas import odd_by_model
 from trainyard.spec.backends import BackendName
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.notes import notes_on
@@ -190,7 +191,7 @@ def planned(
     launched with a stated layout. `needs_price`: a budget is refused where no price is known, and not only warned of.
     """
     resolved = planner.resolve(job, world_size=world_size)
-    for note in notes_on(job, resolved.steps):
+    for note in (*notes_on(job, resolved.steps), *odd_by_model(job)):
         say(f"warning: {note}")
     # Outside of what follows: prices that can't be read are no model that can't be planned, which isn't refused.
     book = PriceBook.opened(price_file(), today=datetime.date.today())

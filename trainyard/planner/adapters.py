@@ -5,9 +5,14 @@ A mean over a model's layers: of a mixture's, those with an ordinary feed-forwar
 with a shared expert one of its width.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.spec.job import AdapterSpec
 from trainyard.spec.model_types import HEADS
+from trainyard.spec.notes import notes_on_rank
 
 ATTENTION_INPUTS = frozenset(
     {
@@ -74,6 +79,34 @@ def _value_dim(shape: ModelShape) -> float:
     return sum(number * kind.value_dim for number, kind in kinds) / max(sum(number for number, _ in kinds), 1)
 
 
+def notes_on_adapter(shape: ModelShape, adapter: AdapterSpec | None) -> tuple[str, ...]:
+    """What is odd about the job's adapter beside the layers that it adapts, of those that this page has a name for."""
+    if adapter is None:
+        return ()
+    sides = _sides(shape)
+    return notes_on_rank(
+        adapter.rank, {name: int(min(map(min, sides[name]))) for name in adapter.targets if name in sides}
+    )
+
+
+def _sides(shape: ModelShape) -> dict[str, list[tuple[float, float]]]:
+    """Inputs and outputs of the layers of a name, each size once."""
+    hidden, found = shape.hidden, defaultdict[str, list[tuple[float, float]]](list)
+    parts: list[Mapping[str, tuple[float, float]]] = [dict.fromkeys(HEADS, (hidden, shape.vocab))]
+    for number, kind in shape.attentions:
+        parts += [_attention_sides(kind, 1), {"c_proj": (kind.value_dim, hidden)}] if number else []
+    for width in (shape.ffn * (shape.num_mlps > 0), shape.shared_ffn * (shape.moe_layers > 0)):
+        block = dict.fromkeys(MLP_INPUTS - {"gate_up_proj"}, (hidden, width)) | {"gate_up_proj": (hidden, 2 * width)}
+        parts.append(block | dict.fromkeys(MLP_OUTPUTS, (width, hidden)))
+    if shape.delta_layers:
+        parts.append(_delta_sides(shape))
+    for part in parts:
+        for name, pair in part.items():
+            if min(pair) > 0:
+                found[name].append(pair)
+    return found
+
+
 def _width(shape: ModelShape) -> float:
     return (shape.num_mlps * shape.ffn + shape.moe_layers * shape.shared_ffn) / shape.layers
 
@@ -83,7 +116,7 @@ def _sizes(shape: ModelShape, split: int = 1) -> dict[str, float]:
     no hidden state."""
     hidden, block = shape.hidden, _block(shape, 1 / split)
     found = dict.fromkeys(MLP_INPUTS | MLP_OUTPUTS, block) | {"gate_up_proj": _block(shape, 2 / split)}
-    kinds = [(number / shape.layers, _attention_sizes(kind, split)) for number, kind in shape.attentions]
+    kinds = [(number / shape.layers, _sums(_attention_sides(kind, split))) for number, kind in shape.attentions]
     found |= {name: sum(share * sizes[name] for share, sizes in kinds) for name in kinds[0][1]}
     share = shape.num_attentions / shape.layers
     found["c_proj"] = share * (shape.value_dim / split + hidden) + block
@@ -93,40 +126,46 @@ def _sizes(shape: ModelShape, split: int = 1) -> dict[str, float]:
         found["in_proj"] = mamba * (hidden + shape.mamba_inner + mixed + shape.mamba_heads)
         found["out_proj"] = mamba * (shape.mamba_inner + hidden)
     if shape.delta_layers:
-        found |= {name: shape.delta_layers / shape.layers * size for name, size in _delta_sizes(shape).items()}
+        found |= {name: shape.delta_layers / shape.layers * size for name, size in _sums(_delta_sides(shape)).items()}
     return found
 
 
-def _delta_sizes(shape: ModelShape) -> dict[str, float]:
-    """Qwen3-Next's delta layers have two projections in, Qwen3.5's four."""
+def _sums(sides: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: inputs + outputs for name, (inputs, outputs) in sides.items()}
+
+
+def _delta_sides(shape: ModelShape) -> dict[str, tuple[float, float]]:
+    """Inputs and outputs of a delta layer's: Qwen3-Next's have two projections in, Qwen3.5's four."""
     hidden, keys, values, heads = (
         shape.hidden,
         shape.delta_key_width,
         shape.delta_value_width,
         shape.delta_value_heads,
     )
-    found = {"out_proj": float(values + hidden)}
+    found: dict[str, tuple[float, float]] = {"out_proj": (values, hidden)}
     if shape.delta_inputs == 2:
-        return found | {"in_proj_qkvz": hidden + 2 * (keys + values), "in_proj_ba": hidden + 2 * heads}
-    found |= dict.fromkeys(("in_proj_a", "in_proj_b"), hidden + heads)
-    return found | {"in_proj_qkv": hidden + 2 * keys + values, "in_proj_z": hidden + values}
+        return found | {"in_proj_qkvz": (hidden, 2 * (keys + values)), "in_proj_ba": (hidden, 2 * heads)}
+    found |= dict.fromkeys(("in_proj_a", "in_proj_b"), (hidden, heads))
+    return found | {"in_proj_qkv": (hidden, 2 * keys + values), "in_proj_z": (hidden, values)}
 
 
-def _attention_sizes(shape: ModelShape, split: int) -> dict[str, float]:
+def _attention_sides(shape: ModelShape, split: int) -> dict[str, tuple[float, float]]:
+    """Inputs and outputs of those of a layer's attention."""
     hidden, key = shape.hidden, shape.kv_dim / split
     queries = shape.heads * (shape.head_dim + shape.rope_dim) / split
+    # Queries come through a latent or they don't: no model has layers of both kinds.
+    first, latents = (0, 0), shape.kv_lora_rank + shape.rope_dim
     return {
-        # Queries come through a latent or they don't: no model has layers of both kinds.
-        "q_proj": 0 if shape.q_lora_rank else hidden + queries * (1 + shape.attention_gate),
-        "k_proj": hidden + key,
-        "v_proj": 0 if shape.values_are_keys else hidden + key,
-        **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim / split + hidden),
-        **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim / split + 2 * key),
-        "c_attn": hidden + shape.query_dim + 2.0 * shape.kv_dim,  # whole on each rank, as what it adapts
-        "q_a_proj": hidden + shape.q_lora_rank if shape.q_lora_rank else 0,
-        "q_b_proj": shape.q_lora_rank + queries if shape.q_lora_rank else 0,
-        "kv_a_proj_with_mqa": hidden + shape.kv_lora_rank + shape.rope_dim,
-        "kv_b_proj": shape.kv_lora_rank + (shape.query_dim + shape.value_dim) / split,
+        "q_proj": first if shape.q_lora_rank else (hidden, queries * (1 + shape.attention_gate)),
+        "k_proj": (hidden, key),
+        "v_proj": first if shape.values_are_keys else (hidden, key),
+        **dict.fromkeys(("o_proj", "out_proj", "dense"), (shape.value_dim / split, hidden)),
+        **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv"), (hidden, shape.query_dim / split + 2 * key)),
+        "c_attn": (hidden, shape.query_dim + 2.0 * shape.kv_dim),  # whole on each rank, as what it adapts
+        "q_a_proj": (hidden, shape.q_lora_rank) if shape.q_lora_rank else first,
+        "q_b_proj": (shape.q_lora_rank, queries) if shape.q_lora_rank else first,
+        "kv_a_proj_with_mqa": (hidden, latents),
+        "kv_b_proj": (shape.kv_lora_rank, (shape.query_dim + shape.value_dim) / split),
     }
 
 

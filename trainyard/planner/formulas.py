@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from trainyard.errors import InputError
 from trainyard.hardware import Gpu
+from trainyard.planner.adapters import notes_on_adapter
 from trainyard.planner.communication import Fabric
 from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.convolutions import (
@@ -58,6 +59,8 @@ class Formulas:
     """Factor of the 80% interval of a step's time."""
     notes: tuple[str, ...] = ()
     """What a plan must say of them."""
+    odd: tuple[str, ...] = ()
+    """What is odd about the job by the sizes of its model, of which `trainyard.spec.notes.notes_on` knows none."""
     least_memory: Callable[[Layout], Memory] | None = None
     """No more than `memory`, and quickly there: of models whose layout can be chosen, among many."""
 
@@ -73,6 +76,14 @@ def formulas_of(job: JobSpec) -> Formulas:
 
 
 BY_DRY_RUN = "trainyard plan JOB --dry-run plans it by a step of the trainer's own code (needs torch)"
+
+
+def odd_by_model(job: JobSpec) -> tuple[str, ...]:
+    """What is odd about a job by the sizes of its model; nothing where there are no formulas for that."""
+    try:
+        return formulas_of(job).odd
+    except InputError:
+        return ()
 
 
 def _language(job: JobSpec) -> Formulas:
@@ -91,6 +102,7 @@ def _language(job: JobSpec) -> Formulas:
         rank_memory=lambda layout, place: rank_memory(shape, layout, place),
         step=lambda layout, device, links: step_time(shape, layout, device, links),
         spread=lambda layout, device: time_spread(shape, layout, device),
+        odd=notes_on_adapter(shape, job.model.adapter),
     )
 
 
@@ -144,6 +156,7 @@ def _vision_language(job: JobSpec) -> Formulas:
             UNCHECKED,
             "every sample is counted as one image and data.sequence_length tokens: padding is not known yet",
         ),
+        odd=notes_on_adapter(both.language, job.model.adapter),
     )
 
 

@@ -98,6 +98,7 @@ def plan(
             *([missing] if missing else quotes.notes),
             *_notes_of_spot(job, quotes),
             *formulas.notes,
+            *formulas.odd,
             *_notes_of_storage(job, cost, region, book),
             *_notes(job, steps, machines, configurations, chosen, checkpoint),
             *_notes_of_gains(job, chosen, machines, formulas),

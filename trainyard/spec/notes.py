@@ -45,6 +45,18 @@ def _idle_settings(job: JobSpec) -> Iterator[str]:
         yield from _idle("training", training, names, "without a source in data.validation")
 
 
+def notes_on_rank(rank: int, widths: Mapping[str, int]) -> tuple[str, ...]:
+    """What is odd about an adapter of that rank; `widths`: by the names of the layers that it stands beside, the
+    narrower of a layer's two sides. Whoever knows these calls it: a job states none of its model's."""
+    width, name = min(((width, name) for name, width in widths.items()), default=(rank, ""))
+    if rank <= width:
+        return ()
+    return (
+        f"model.adapter.rank: {rank} is more than the width of {name}, {width}, and what is added to a matrix has no"
+        " higher rank than that: the rest of that layer's is trained and saved for nothing",
+    )
+
+
 NORMALIZES: Mapping[str, bool] = {"deepseek_v3": True, "mixtral": True, "qwen3_moe": False}
 """Model type -> whether it makes the weights of a token's experts sum to 1 where `norm_topk_prob` says nothing
 (transformers 5.23; Mixtral, which has no such field, always)."""

@@ -15,6 +15,7 @@ from trainer.models.configuration import one_line
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
 from trainyard.spec.job import AdapterSpec
+from trainyard.spec.notes import notes_on_rank
 from trainyard.spec.obstacles import EXPERT_TARGETS, adapted_experts
 
 _SHOWN_TARGETS = 12
@@ -86,20 +87,13 @@ def check_targets(model: PreTrainedModel, adapter: AdapterSpec) -> None:
 
 def notes_on_adapter(model: nn.Module, adapter: AdapterSpec | None) -> tuple[str, ...]:
     """What is odd about the job's adapter, which stands in a whole model already; its base's sizes no job states."""
-    pairs = {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
-    if adapter is None or not pairs:
-        return ()
-    widths = {
-        path: min(one.lora_A["default"].in_features, one.lora_B["default"].out_features) for path, one in pairs.items()
-    }
-    narrow = min(widths, key=lambda path: widths[path])
-    if adapter.rank <= widths[narrow]:
-        return ()
-    return (
-        f"model.adapter.rank: {adapter.rank} is more than the width of {narrow.rpartition('.')[2]}, {widths[narrow]},"
-        " and what is added to a matrix has no higher rank than that: the rest of that layer's is trained and saved for"
-        " nothing",
-    )
+    widths: dict[str, int] = {}
+    for path, one in model.named_modules():
+        if hasattr(one, "lora_A"):
+            width = min(one.lora_A["default"].in_features, one.lora_B["default"].out_features)
+            name = path.rpartition(".")[2]
+            widths[name] = min(width, widths.get(name, width))
+    return () if adapter is None else notes_on_rank(adapter.rank, widths)
 
 
 def _is_linear(module: nn.Module) -> bool:
