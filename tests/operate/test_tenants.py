@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from trainyard.cli import tenants
 from trainyard.cli.app import run
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import base_cost
@@ -119,6 +120,34 @@ def test_base_cost_sums_what_has_a_price_and_names_what_has_none() -> None:
     assert all(line.source and line.as_of for line in cost.lines if line.usd_per_month is not None)
     elsewhere = base_cost([template], "eu-central-1")
     assert elsewhere.known_usd_per_month == 0 and len(elsewhere.unknown) == 5
+    json.dumps(cost.document())
+
+
+@pytest.mark.parametrize(
+    ("tier", "region", "told"),
+    [
+        (125, "us-east-1", "174.00 USD, as of 2025-11-01: c3x.dev aws_fsx_lustre_file_system cost page"),
+        (250, "us-west-2", "252.00 USD, as of 2026-06-01: AWS Price List effective 2026-06-01"),
+        (250, "us-east-1", "no price known; in us-west-2 0.21 USD/GB-month as of 2026-06-01\n"),
+        (500, "us-east-1", "no price known\n"),
+    ],
+)
+def test_a_file_system_is_priced_by_a_named_and_dated_row_or_said_to_be_left_out(
+    tier: int, region: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is most of what an idle tenant costs: the sum was read as if it were in it."""
+    lustre = {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": tier}
+    system = {"StorageCapacity": 1200, "StorageType": "SSD", "LustreConfiguration": lustre}
+    resources = {"Lustre": ("AWS::FSx::FileSystem", system), "Topic": ("AWS::SNS::Topic", {})}
+    template = {"Resources": {name: {"Type": kind, "Properties": p} for name, (kind, p) in resources.items()}}
+    cost = base_cost([template], region)
+    tenants._print_cost(cost)
+    first, line, _ = capsys.readouterr().out.splitlines(keepends=True)
+    name, amount = f"fsx-lustre-persistent-2-ssd-{tier}", f"{cost.known_usd_per_month:,.2f} USD a month in {region}"
+    assert line.startswith(f"  {name}: 1,200 GB-months: {told}")
+    is_left_out = told.startswith("no price known")
+    words = f"at least 0.00 USD a month in {region}, without {name}: no price known there\n" if is_left_out else amount
+    assert first.startswith(f"base cost while nothing runs: {words}")
     json.dumps(cost.document())
 
 

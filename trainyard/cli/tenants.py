@@ -366,10 +366,11 @@ def _print_preview(difference: "Preview") -> None:
 def _print_cost(cost: "BaseCost") -> None:
     dated = f"; oldest price as of {cost.oldest}" if cost.oldest else ""
     least = "at least " if cost.unknown else ""
-    print(f"base cost while nothing runs: {least}{cost.known_usd_per_month:,.2f} USD a month in {cost.region}{dated}")
+    without = f", without {', '.join(cost.unknown)}: no price known there" if cost.unknown else ""
+    sum_here = f"{least}{cost.known_usd_per_month:,.2f} USD a month in {cost.region}"
+    print(f"base cost while nothing runs: {sum_here}{without}{dated}")
     for line in cost.lines:
-        amount = "no price known" if line.usd_per_month is None else f"{line.usd_per_month:,.2f} USD"
-        print(f"  {line.item}: {line.quantity:,.0f} {line.unit}: {amount}")
+        print(f"  {line.item}: {line.quantity:,.0f} {line.unit}: {line.amount}")
     print(f"  by use, not in the sum: {', '.join(kind.removeprefix('AWS::') for kind in cost.by_use)}")
 
 

@@ -47,6 +47,15 @@ class CostLine:
     """None: the table has no row for the item in this region."""
     as_of: datetime.date | None = None
     source: str = ""
+    elsewhere: tuple[str, ...] = ()
+    """Without a price here: those of other regions, each with its unit, region and date."""
+
+    @property
+    def amount(self) -> str:
+        """USD a month with the price's date and source; or that there is none, and what is known elsewhere."""
+        if self.usd_per_month is not None:
+            return f"{self.usd_per_month:,.2f} USD, as of {self.as_of}: {self.source}"
+        return "; ".join(("no price known", *self.elsewhere))
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,8 @@ def _line(item: str, quantity: float, unit: str, region: str) -> CostLine:
     named = [row for row in rows("aws_base_prices") if row["item"] == item]
     here = [row for row in named if row["region"] in (region, EVERY_REGION)]
     if not here:
-        return CostLine(item, quantity, unit, None)
+        known = (f"in {row['region']} {row['price']} {row['unit']} as of {row['as_of']}" for row in named)
+        return CostLine(item, quantity, unit, None, elsewhere=tuple(known))
     row = here[0]
     return CostLine(
         item,
