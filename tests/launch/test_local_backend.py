@@ -369,6 +369,15 @@ def test_inputs_are_made_absolute_and_missing_ones_named(
         launch_here(spec, place)  # though its sizes are known, so that it can be planned
     (tmp_path / "tiny-llama").mkdir()
     (tmp_path / "tiny-llama/tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(
+        InputError, match=r"model.source: .*tiny-llama: no config.json there; give a Hugging Face model"
+    ):
+        launch_here(spec, place)
+    (tmp_path / "tiny-llama/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tiny-llama/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(InputError, match=r"model.safetensors: is a pointer of Git LFS, not the file: git lfs pull"):
+        launch_here(spec, place)
+    (tmp_path / "tiny-llama/model.safetensors").unlink()
     assert launch_here(spec, place).resolved.spec.model.source == str(tmp_path / "tiny-llama")
 
 

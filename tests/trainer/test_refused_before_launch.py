@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from trainer.models import facts as trainer_facts
-from trainer.models.weight_files import check_weight_files
 from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
@@ -32,6 +31,7 @@ from trainyard.errors import InputError
 from trainyard.planner.facts import facts_of
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.model_files import check_weight_files
 from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS, POSITION_NAMES
 from trainyard.spec.obstacles import MEASURES
 from trainyard.spec.support import NO_RECOMPUTATION

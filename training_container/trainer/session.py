@@ -25,7 +25,6 @@ from trainer.host.recovery import RECOVERY_FILE
 from trainer.models.adapters import notes_on_adapter
 from trainer.models.deferred_weights import shapes_alone
 from trainer.models.described import describe_model
-from trainer.models.weight_files import check_weight_files
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
 from trainer.observe.away import launch_of
@@ -48,6 +47,7 @@ from trainer.validation import Validation
 from trainyard.errors import InputError, JobFailedError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.meters import LIVE
+from trainyard.spec.model_files import check_weight_files
 from trainyard.spec.retention import flat_metrics, set_of
 from trainyard.spec.words import counted, either
 

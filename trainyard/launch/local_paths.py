@@ -14,6 +14,7 @@ from trainyard.launch.channels import is_streamed
 from trainyard.spec.checkpoint_names import HOME, LEADS_NOWHERE, broken_link
 from trainyard.spec.data_files import FOR_ALL, files_of, no_file, sources_by_name, tokenizer_file_of
 from trainyard.spec.job import DataSource, JobSpec
+from trainyard.spec.model_files import check_weight_files, folder_of
 
 _PLACES = ("destination", "local_directory")
 _FROM_THE_HUB = "nothing is asked of the Hugging Face Hub: `hf download ID --local-dir FOLDER`, and give FOLDER"
@@ -60,9 +61,10 @@ def saving_here(job: JobSpec) -> JobSpec:
 
 
 def check_read(job: JobSpec) -> None:
-    """InputError where this user may not read what a job with absolute paths reads: its ranks would say so later.
+    """InputError where this user may not read what a job with absolute paths reads, or its model's weights are not
+    whole: its ranks would say so later.
 
-    Of a folder its list alone is looked at; it may hold a million files.
+    Of a folder of data its list alone is looked at; it may hold a million files.
     """
     for where, path in _read_paths(job):
         if "://" in path:
@@ -78,6 +80,8 @@ def check_read(job: JobSpec) -> None:
                     pass
         except OSError as error:
             raise _unread(where, path, error) from None
+    if job.model.source and "://" not in job.model.source:
+        check_weight_files(job.model.source)
     place = job.data.tokenizer or job.model.source
     try:
         if place and (file := _tokenizer_file(job)) is not None:
@@ -99,13 +103,16 @@ def _tokenizer_file(job: JobSpec) -> Path | None:
 
 def check_held(job: JobSpec) -> None:
     """InputError where what a job with absolute paths reads has nothing for it: no file of its format, not one byte, no
-    tokenizer. Its ranks would say so once they are up. What this user may not look at, theirs may."""
+    model, no tokenizer. Its ranks would say so once they are up. What this user may not look at, theirs may."""
     for kind in ("train", "validation"):
         for index, source in enumerate(getattr(job.data, kind)):
             _check_files(source, f"data.{kind}.{index}.path: {source.path}")
     _check_bytes(job.data.train, "data.train")
     for name, sources in sources_by_name(job.data.validation).items():
         _check_bytes(sources, "data.validation" + (f" ({name})" if name else ""))
+    with contextlib.suppress(OSError):
+        if job.model.source and "://" not in job.model.source:
+            folder_of(job.model.source)
     _check_tokenizer(job)
 
 

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.model_files import folder_of
 
 WRONG = (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
 """What transformers raises for a configuration that is no good."""
@@ -46,25 +46,6 @@ _ONCE_OF_ALL = frozenset(
     }
 )
 """Fields that transformers' configurations had before 5.0, whatever their type: published ones state them still."""
-
-
-def folder_of(source: str) -> Path:
-    """The folder that `model.source` names; InputError unless a model's configuration is in it.
-
-    Nothing is looked up in the Hugging Face Hub: a training host has no internet, and would wait for it.
-    """
-    folder = Path(source)
-    if (folder / "config.json").is_file():
-        return folder
-    if "://" in source:
-        wrong, mend = "the trainer reads local folders", "launch the job, or copy the model here first"
-    elif folder.is_dir():
-        wrong, mend = "no config.json there", "give a Hugging Face model directory"
-    else:
-        wrong = "no such folder; the trainer reads local folders, and asks the Hugging Face Hub for nothing"
-        mend = "correct the path" if source.startswith(("/", ".", "~")) else f"hf download {source} --local-dir FOLDER"
-        mend += ", and give FOLDER" if mend.startswith("hf") else ""
-    raise InputError(f"model.source: {source}: {wrong}; {mend}")
 
 
 def configuration_in(source: str) -> PretrainedConfig:

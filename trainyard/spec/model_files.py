@@ -1,4 +1,5 @@
-"""Whether the files of `model.source` are whole, before hours are spent on the data: their headers alone are read.
+"""Whether `model.source` is a model, and its files are whole, before hours are spent on the data: of the weights the
+headers alone are read. One rule for the trainer, and for who looks before a process starts.
 
 The format: eight bytes of the header's length, the header in JSON, the tensors (github.com/huggingface/safetensors).
 """
@@ -17,6 +18,25 @@ _MOST_HEADER_BYTES = 100_000_000
 _POINTER = b"version https://git-lfs"
 """How a file begins that Git LFS has not fetched."""
 _MEND = "copy or download it again"
+
+
+def folder_of(source: str) -> Path:
+    """The folder that `model.source` names; InputError unless a model's configuration is in it.
+
+    Nothing is looked up in the Hugging Face Hub: a training host has no internet, and would wait for it.
+    """
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        return folder
+    if "://" in source:
+        wrong, mend = "the trainer reads local folders", "launch the job, or copy the model here first"
+    elif folder.is_dir():
+        wrong, mend = "no config.json there", "give a Hugging Face model directory"
+    else:
+        wrong = "no such folder; the trainer reads local folders, and asks the Hugging Face Hub for nothing"
+        mend = "correct the path" if source.startswith(("/", ".", "~")) else f"hf download {source} --local-dir FOLDER"
+        mend += ", and give FOLDER" if mend.startswith("hf") else ""
+    raise InputError(f"model.source: {source}: {wrong}; {mend}")
 
 
 def check_weight_files(source: str) -> None:
