@@ -7,7 +7,8 @@ Layers are counted from the stage's end, as a backward pass meets them: 0 is the
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+
+from trainyard.planner.once import once
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Units:
     def size(self, first: int, end: int) -> float:
         """Elements of the layers with these numbers, `end` left out."""
         end = min(end, self.num_layers)
+        if not self.num_routed:
+            return max(0, end - first) * self.dense
         num_routed = max(0, min(end, self.num_routed) - first)
         return num_routed * self.routed + max(0, end - first - num_routed) * self.dense
 
@@ -106,7 +109,7 @@ class Units:
             total += self.size(first, end)
         return total
 
-    @cached_property
+    @once
     def dearest_in_forward(self) -> Sequence[int]:
         """The same in a forward pass, where activations come to be: the last layer of each of the last units, up to the
         first that has all its others ahead of it, and of the first unit, which may be larger than all."""
@@ -120,7 +123,7 @@ class Units:
             found += [first] * (first not in found)
         return found
 
-    @cached_property
+    @once
     def dearest(self) -> Sequence[int]:
         """Layers of which one can be the worst in a backward pass: while gradients are made activations are let go, in
         each unit as in the next, so that it is one at an end of the first two or the last two units."""

@@ -6,10 +6,10 @@ longer. The counts are by reading transformers' code as the trainer runs it, and
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from trainyard.planner.adapters import MLP_INPUTS, MLP_OUTPUTS
 from trainyard.planner.layout import Layout
+from trainyard.planner.once import once
 from trainyard.planner.quantized_reads import num_parts
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage
@@ -129,7 +129,7 @@ class LayerLaunches:
         again = share * self._again(self._all_layers[0] - read)
         return forward, backward, again
 
-    @cached_property
+    @once
     def _all_layers(self) -> Kernels:
         shape = self.shape
         attention, dense, routed = self.attention(), self._block(shape.ffn), self._routed()
@@ -241,7 +241,8 @@ class LayerLaunches:
             units = 1 if layout.gathers_once else layout.num_micro_batches
             return times((stage.layers + 1) * units / layout.num_micro_batches, OF_UNIT)
         if layout.is_grid:
-            all_of_them = weight_tensors(self.shape, replace(layout, method="full"), stage).count
+            whole = layout if layout.method == "full" else replace(layout, method="full")
+            all_of_them = weight_tensors(self.shape, whole, stage).count
             return times(all_of_them, (1, 1) if self._layers.is_frozen else OF_UNCUT)
         adds = 1 if layout.data_parallel > 1 else 1 - 1 / layout.num_micro_batches
         return 0.0, adds * weight_tensors(self.shape, layout, stage).count
@@ -281,6 +282,6 @@ class LayerLaunches:
         """A hybrid's layers have one block each."""
         return self.shape.norms_per_layer / (1 if self.shape.is_hybrid else 2)
 
-    @cached_property
+    @once
     def _layers(self) -> TrainerLayers:
         return layers_of(self.shape, self.layout)

@@ -1,8 +1,9 @@
 """One configuration of a job over GPUs: what the memory and time formulas take."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
+
+from trainyard.planner.once import once
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "full"]
@@ -192,6 +193,20 @@ class Layout:
     hopper: bool = False
     """Hopper or newer, where Transformer Engine's workspace is 32 MiB instead of 4."""
 
+    def __hash__(self) -> int:
+        """By what tells most layouts of a search apart: all fields together take longer than many a value that is kept
+        by a layout."""
+        degrees = (self.tensor, self.pipeline, self.context, self.expert, self.shard_degree, self.schedule)
+        return hash((degrees, self.micro_batch, self.num_micro_batches, self.recompute, self.zero_stage, self.method))
+
+    def in_micro_batches(self, size: int, count: int, recompute: Recompute) -> "Layout":
+        """The same with so many of that size, and that recomputation: of each layout that a search looks at it tries a
+        dozen, which `dataclasses.replace` would take longer to make than their state to reckon."""
+        found = object.__new__(Layout)
+        # What it has reckoned already, `element_bytes`, is of none of these.
+        found.__dict__.update(self.__dict__, micro_batch=size, num_micro_batches=count, recompute=recompute)
+        return found
+
     @property
     def world_size(self) -> int:
         """GPUs."""
@@ -207,7 +222,7 @@ class Layout:
         """Tokens that one rank holds of a micro-batch: context parallelism splits the sequence."""
         return self.micro_batch * self.sequence_length / self.context
 
-    @cached_property
+    @once
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)

@@ -273,8 +273,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
     parameters, gradients, optimizer = _state(shape, layout, stage, params)
     if layout.library == "trainyard":
         worst = worst_moment(shape, layout, stage, params)
-        moving = replace(
-            worst,
+        moving = worst._replace(
             activations=worst.activations + encoder_bytes(shape, layout, constants) * stage.embedding * stage.in_flight,
             buffers=worst.buffers + _engine_buffers(shape, layout, stage, params),
         )

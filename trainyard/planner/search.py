@@ -441,11 +441,8 @@ class _Searched:
         if not allowed:
             return None, None
 
-        def at(size: int, recompute: Recompute) -> Layout:
-            count = per_rank // size
-            return layout_of(job, parallelism, micro_batch=size, num_micro_batches=count, recompute=recompute)
-
-        frugal = at(*allowed[-1])
+        size, recompute = allowed[-1]
+        frugal = layout_of(job, parallelism, micro_batch=size, num_micro_batches=per_rank // size, recompute=recompute)
         if not self._may_fit(job, frugal, machines):
             return None, frugal
         best: _Fitting | None = None
@@ -456,7 +453,7 @@ class _Searched:
             # Of one micro-batch, the least recomputation that fits is the fastest.
             if size in done:
                 continue
-            layout = at(size, recompute)
+            layout = frugal.in_micro_batches(size, per_rank // size, recompute)
             if recompute not in fitting and not self._fits(job, layout, machines):
                 continue
             if guesses and _smaller_fit(layout):

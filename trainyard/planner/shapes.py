@@ -180,6 +180,13 @@ class ModelShape:
     latent: int = 0
     """Routed experts work on tokens projected down to this width (LatentMoE); 0: on `hidden`."""
 
+    def __hash__(self) -> int:
+        """By sizes that tell most models apart, and the parts of one: all fields together take longer than many a value
+        that is kept by a shape."""
+        kinds = (self.dense_layers, self.delta_layers, self.windowed_layers)
+        sizes = (self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.vocab, self.experts)
+        return hash((sizes, kinds))
+
     @cached_property
     def query_dim(self) -> int:
         """Width of all query heads."""

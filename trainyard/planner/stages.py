@@ -92,10 +92,15 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
     count = ranks * len(mine)
     bounds = [(index * shape.layers // count, (index + 1) * shape.layers // count) for index in mine]
     layers = sum(end - begin for begin, end in bounds)
-    dense = sum(max(min(end, shape.dense_layers) - begin, 0) for begin, end in bounds)
-    deltas = sum(begin <= layer < end for begin, end in bounds for layer in shape.delta_places)
-    held = [layer for begin, end in bounds for layer in range(begin, end)]
-    wide = tuple(number for number, layer in enumerate(reversed(held)) if layer in shape.wide_places)
+    dense = deltas = 0
+    if shape.dense_layers:
+        dense = sum(max(min(end, shape.dense_layers) - begin, 0) for begin, end in bounds)
+    if shape.delta_places:
+        deltas = sum(begin <= layer < end for begin, end in bounds for layer in shape.delta_places)
+    wide: tuple[int, ...] = ()
+    if shape.wide_places:
+        held = [layer for begin, end in bounds for layer in range(begin, end)]
+        wide = tuple(number for number, layer in enumerate(reversed(held)) if layer in shape.wide_places)
     return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place), dense, deltas, wide)
 
 
@@ -167,8 +172,10 @@ def _cuts_experts_by_fsdp(layout: Layout) -> bool:
     return is_cut and layout.expert_split == 1
 
 
+@lru_cache(maxsize=64)
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
-    """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
+    """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies. An estimate
+    asks for them six times."""
     blocks = shape.all_attention_params + shape.mamba_layers * shape.mamba_params
     blocks += shape.delta_layers * shape.delta_params
     blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from trainyard.hardware import Gpu
 from trainyard.planner.adapters import reads_last_product
@@ -36,6 +35,7 @@ from trainyard.planner.launches import queued
 from trainyard.planner.layer_launches import LayerLaunches
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES
+from trainyard.planner.once import once
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_attention import Compression
@@ -194,15 +194,15 @@ class _Rank(Operators):
         others' loops, and compiled blocks, a layer is the least that either can be late by."""
         return self.layout.library == "trainyard" and self.layout.unfused
 
-    @cached_property
+    @once
     def _trainer_layers(self) -> TrainerLayers:
         return layers_of(self.shape, self.layout)
 
-    @cached_property
+    @once
     def _unfused(self) -> Unfused:
         return Unfused(self.shape, self.layout)
 
-    @cached_property
+    @once
     def _launches(self) -> LayerLaunches:
         return LayerLaunches(self.shape, self.layout)
 
@@ -341,7 +341,7 @@ class _Rank(Operators):
         is_core = self.layout.engine != "megatron" or self.layout.makes_again("core_attn")
         return (0.1 * work.scores if self.layout.flash_attention else work.scores) * is_core
 
-    @cached_property
+    @once
     def layers(self) -> list[tuple[float, _Work, float]]:
         """(how many, GPU seconds, host seconds) of each kind of layer."""
         shape, constants = self.shape, self.constants

@@ -18,15 +18,15 @@ def in_forward(rank: TrainerRank) -> Iterator[Moment]:
     mask = layers.given_mask_bytes * (rank.layout.recompute == "none")
     for number in units.dearest_in_forward:
         before = rank.kept_before(number) + mask + _embedded(rank)
-        yield Moment(before + layers.input_bytes, 0.0, rank.weights(units.arriving(number)) + rank.received())
-        gathered = rank.weights(units.running(number)) + rank.received()
+        yield Moment(before + layers.input_bytes, 0.0, rank.weights(units.arriving(number)) + rank.received)
+        gathered = rank.weights(units.running(number)) + rank.received
         here = rank.of_kind(number)
         running = max(_running(here, number), _in_forward_norm(here), _at_layers_end(here))
         yield Moment(before + running, 0.0, gathered)
     if layers.has_norm_copies and rank.stage.head:
         # The last norm, written out: what it reads, twice in float32, and narrowed.
-        held = rank.kept_in_all() + _embedded(rank) + layers.input_bytes + layers.hidden * (8 + layers.element)
-        yield Moment(held, 0.0, rank.weights(rank.last_gathered()) + rank.received())
+        held = rank.kept_in_all + _embedded(rank) + layers.input_bytes + layers.hidden * (8 + layers.element)
+        yield Moment(held, 0.0, rank.weights(rank.last_gathered()) + rank.received)
 
 
 def at_first_pass(rank: TrainerRank) -> Iterator[Moment]:
@@ -34,12 +34,12 @@ def at_first_pass(rank: TrainerRank) -> Iterator[Moment]:
     layer's, stays until the next one is put together of its own."""
     layers, layer = rank.layers, 2 * rank.units.of(rank.stage.layers - 1) if rank.stage.layers else 0.0
     ends = 2 * rank.root * layers.element
-    yield Moment(layers.input_bytes, 0.0, ends + layer * layers.weight_element + rank.received())
+    yield Moment(layers.input_bytes, 0.0, ends + layer * layers.weight_element + rank.received)
     experts = 0.0
     if layers.is_spread and rank.routed_layers and rank.layout.expert_shard_degree > 1:
         experts = gathering_bytes(rank) - rank.experts * layers.weight_element  # one of three stays
     put_together = max(layer * layers.weight_element, experts)
-    yield Moment(layers.input_bytes, 0.0, rank.weights(0.0) + put_together + rank.received())
+    yield Moment(layers.input_bytes, 0.0, rank.weights(0.0) + put_together + rank.received)
 
 
 def _embedded(rank: TrainerRank) -> float:
@@ -119,7 +119,7 @@ def in_backward(rank: TrainerRank) -> Iterator[float]:
 
 def _made_again(rank: TrainerRank) -> float:
     """Of a layer that is made again what there is in its feed-forward block, or in its norms."""
-    layers, above = rank.layers, rank.above()
+    layers, above = rank.layers, rank.above
     # Gate and up, or what is activated, and as many tensors on the way to the last product's input.
     block = (4 if rank.shape.gated_mlp else 2) * layers.product_bytes
     if layers.reads_last_again:
@@ -154,7 +154,7 @@ def _in_norm_again(rank: TrainerRank) -> float:
         return 0.0
     norm = layers.input_bytes + layers.split_hidden * (4 + layers.element)
     half = layers.attention_half_bytes - layers.mlp_norm_output_bytes
-    return half + norm + layers.kept_block_bytes + rank.above()
+    return half + norm + layers.kept_block_bytes + rank.above
 
 
 def _in_last_norm_again(rank: TrainerRank) -> float:
@@ -166,14 +166,14 @@ def _in_last_norm_again(rank: TrainerRank) -> float:
     kept += (1 + rank.shape.gated_mlp + layers.keeps_block_result) * layers.product_bytes
     if not layers.has_norm_copies:
         # Or before it the last product's adapter gives its own, which is scaled.
-        return kept + max(layers.input_bytes, 2 * layers.whole_hidden_bytes * layers.adapts_last) + rank.above()
-    return kept + layers.whole_hidden_bytes + 2 * 4 * layers.split_hidden + rank.above()
+        return kept + max(layers.input_bytes, 2 * layers.whole_hidden_bytes * layers.adapts_last) + rank.above
+    return kept + layers.whole_hidden_bytes + 2 * 4 * layers.split_hidden + rank.above
 
 
 def _reading_first(rank: TrainerRank) -> float:
     """QLoRA: the backward pass of the products that read the second norm's output, the last of them first: what came to
     each, and what an adapter gave."""
-    layers, above = rank.layers, rank.above()
+    layers, above = rank.layers, rank.above
     adapted = layers.whole_hidden_bytes * layers.adapts_first
     came = layers.product_bytes * (1 + rank.shape.gated_mlp)
     return layers.attention_half_bytes + above + came + adapted + layers.reads.first_bytes
@@ -187,4 +187,4 @@ def _reading_mixing(rank: TrainerRank) -> float:
     left = layers.attention_half_bytes - layers.norm_input_bytes - layers.mlp_norm_output_bytes
     last = left + width * shape.value_dim * layers.adapts_mixed
     first = layers.attention_norm_bytes + width * shape.query_dim + 2 * layers.whole_hidden_bytes
-    return max(last, first) + rank.above() + layers.reads.mixing_bytes
+    return max(last, first) + rank.above + layers.reads.mixing_bytes

@@ -19,7 +19,7 @@ SPREAD_WEIGHING = 2
 def in_routed_layer(rank: TrainerRank, number: int) -> Iterator[Moment]:
     """The backward pass of a layer with experts that are all here, or are not gathered one layer at a time."""
     layers = rank.layers
-    others, above = rank.others(number), rank.above()
+    others, above = rank.others(number), rank.above
     gradients = rank.own_gradients(rank.units.num_reduced(number))
     before = rank.units.above(number)
     whole = layers.whole_routed_bytes
@@ -64,13 +64,13 @@ def in_routed_layer(rank: TrainerRank, number: int) -> Iterator[Moment]:
     if layers.score_gradient_bytes:
         in_scores = left + above + layers.score_gradient_bytes
         yield rank.moment(others + in_scores, rank.weights_and_gradients(number, made, before), made, gradients)
-    yield from rank.in_norms(number, left, made)
+    yield from rank.in_norms(number, others, left, made)
 
 
 def in_spread_layer(rank: TrainerRank, number: int) -> Iterator[Moment]:
     """The same where a layer's experts lie on several ranks: FSDP gathers and reduces them by themselves."""
     layers, element = rank.layers, rank.layers.element
-    others, above = rank.others(number), rank.above()
+    others, above = rank.others(number), rank.above
     shared = layers.whole_hidden_bytes if rank.shape.shared_ffn else 0.0
     gradients = rank.own_gradients(rank.units.num_reduced(number))
     is_trained = rank.layout.method == "full"
@@ -109,7 +109,7 @@ def in_spread_layer(rank: TrainerRank, number: int) -> Iterator[Moment]:
     yield Moment(others + after_block, 0.0, units + _reducing(rank), gradients)
     # What was sent stays until the rest of the layer is reduced.
     sent = rank.experts * max(4, element) * is_trained
-    norms = layers.split_hidden * rank.norm_bytes() + above
+    norms = layers.split_hidden * rank.norm_bytes + above
     after_norm = left - layers.mlp_norm_output_bytes + norms
     yield Moment(others + after_norm, 0.0, units + sent + rank.rest * element, gradients)
     if layers.score_gradient_bytes:
@@ -177,7 +177,7 @@ def _being_gathered(rank: TrainerRank, number: int, others: float, above: float,
     if not copied or rank.layout.pipeline > 1:
         return
     there = layers.whole_routed_bytes if rank.layout.recompute == "none" else layers.input_bytes
-    unit, wide, is_trained = units.of(number), max(4, layers.element), rank.layout.method == "full"
+    unit, wide, is_trained = units.of(number), layers.sum_element, rank.layout.method == "full"
     head = layers.head_weight * rank.stage.head * layers.element * is_trained
     following = 0.0 if units.keeps_gathered else units.in_backward(number) - unit
     if not units.keeps_gathered:
@@ -214,7 +214,7 @@ def _reducing(rank: TrainerRank) -> float:
     """Bytes of their gradients on the way to the ranks' parts; alone, a rank still copies what it would send."""
     if rank.layout.method != "full":
         return 0.0
-    element, wide = rank.layers.element, max(4, rank.layers.element)
+    element, wide = rank.layers.element, rank.layers.sum_element
     # FSDP reorders each of a layer's weights' gradients, and holds on to the last one, of its output, as it was.
     last = element * rank.last_share
     each = element + wide + last if rank.layout.expert_shard_degree > 1 else 3 * wide

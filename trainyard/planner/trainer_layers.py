@@ -8,7 +8,7 @@ they read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from trainyard.planner.adapters import (
     ATTENTION_INPUTS,
@@ -21,6 +21,7 @@ from trainyard.planner.adapters import (
     reads_last_product,
 )
 from trainyard.planner.layout import Layout
+from trainyard.planner.once import once
 from trainyard.planner.quantized_reads import QuantizedReads, four_bit_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import vocabulary_split
@@ -53,39 +54,44 @@ class TrainerLayers:
     shape: ModelShape
     layout: Layout
 
-    @cached_property
+    @once
     def tokens(self) -> float:
         """A rank's, of one micro-batch."""
         return self.layout.tokens_per_micro_batch
 
-    @cached_property
+    @once
     def element(self) -> int:
         """Bytes of what products give."""
         return self.layout.element_bytes
 
-    @cached_property
+    @once
+    def sum_element(self) -> int:
+        """Bytes of gradients' sums: in float32, or as wide as products."""
+        return max(4, self.element)
+
+    @once
     def is_frozen(self) -> bool:
         """Adapters alone are trained."""
         return self.layout.method != "full"
 
-    @cached_property
+    @once
     def is_autocast(self) -> bool:
         """One copy of fp32 weights on every rank, cast product by product: no FSDP, no ZeRO."""
         layout = self.layout
         return layout.is_deepspeed_autocast or (layout.engine == "torch" and self.element == 2 and layout.is_uncut)
 
-    @cached_property
+    @once
     def residual_element(self) -> int:
         """Bytes of what flows between layers: of the embedding's own type."""
         return 4 if self.is_autocast and not self.is_frozen else self.element
 
-    @cached_property
+    @once
     def norm(self) -> str:
         """A kind of `ModelShape.norm`: RMS norms run as one kernel (`models/norms.py` of the trainer), which keeps and
         moves what a layer norm's does. Of fp64 they are left to the library's code."""
         return self._kernel_of(self.residual_element)
 
-    @cached_property
+    @once
     def inner_norm(self) -> str:
         """The same of products' results (queries and keys, latents): under autocast these have 16 bits beside weights
         of 32, of which no kernel makes a plain norm."""
@@ -99,34 +105,34 @@ class TrainerLayers:
             return self.shape.norm
         return "layer_fp32" if self.shape.norm == "rms_fp32" and element < 4 else "layer"
 
-    @cached_property
+    @once
     def fuses_inner_norms(self) -> bool:
         """Whether norms of products' results are such kernels: no kernel has all heads' where ranks share them."""
         if self.shape.qk_norm_whole and self.layout.tensor > 1:
             return False
         return self.inner_norm in ("layer", "layer_fp32") and self.shape.norm in FUSED_NORMS
 
-    @cached_property
+    @once
     def hidden(self) -> float:
         """Elements of tokens x hidden, all of them."""
         return self.tokens * self.shape.hidden
 
-    @cached_property
+    @once
     def split_hidden(self) -> float:
         """The same between regions, where sequence parallelism splits it."""
         return self.hidden / self.layout.norm_split
 
-    @cached_property
+    @once
     def whole_hidden_bytes(self) -> float:
         """One hidden state as a stage sends it, or a region of tensor parallelism reads it."""
         return self.hidden * self.element
 
-    @cached_property
+    @once
     def input_bytes(self) -> float:
         """What recomputation keeps of a layer."""
         return self.split_hidden * self.residual_element
 
-    @cached_property
+    @once
     def masked_share(self) -> float:
         """Of the layers, those whose fused attention reads a mask."""
         shape, masks = self.shape, self.layout.masks
@@ -138,7 +144,7 @@ class TrainerLayers:
         is_refused = shape.kv_lora_rank > 0 or shape.attention_dropout or shape.wide_head_dim > 0
         return 1.0 if masks == "always" or (masks == "documents" and is_refused) else 0.0
 
-    @cached_property
+    @once
     def _copied_share(self) -> float:
         """Of the layers, those where each query head has its own copy of its keys and values: written out, and beside a
         mask, where transformers makes them."""
@@ -150,7 +156,7 @@ class TrainerLayers:
         # A single head's are a view for all of them.
         return 0.0 if shape.kv_lora_rank or layout.context > 1 or shape.kv_heads == 1 else self.masked_share
 
-    @cached_property
+    @once
     def mask_bytes(self) -> float:
         """What kernels read in place of a micro-batch's mask, a number a score of one head, which layers share; and the
         mask itself, where layers are given it once more."""
@@ -161,13 +167,13 @@ class TrainerLayers:
         each = self._mask_scores / (self._sequences if self.layout.context > 1 else 1) * self.element
         return kept + self._num_masks * each
 
-    @cached_property
+    @once
     def _num_masks(self) -> int:
         """That layers are given: where only some have windows one of either kind, but for windows alone."""
         has_both = self.shape.attention_window > 0 and 0 < self.shape.windowed_share < 1
         return 1 + (has_both and not (self.layout.flash_attention and self.layout.masks == "windows"))
 
-    @cached_property
+    @once
     def given_mask_bytes(self) -> float:
         """The masks that layers are given in a forward pass, a byte a score, one for all sequences where windows are
         their only rule; a number, where attention is written out."""
@@ -176,40 +182,40 @@ class TrainerLayers:
         share = 1 / self._sequences if self.layout.masks == "windows" else 1.0
         return self._mask_scores * share * (self.masked_share > 0) * self._num_masks
 
-    @cached_property
+    @once
     def rotation_bytes(self) -> float:
         """Sines and cosines that layers are given, of each width of heads where there are two: of one they are too
         small to count."""
         widths = sum(kind.shape.head_dim for _, kind in self.kinds) if self.shape.wide_layers else 0
         return self.tokens * 2 * widths * self.residual_element
 
-    @cached_property
+    @once
     def _mask_scores(self) -> float:
         """Of one head of a micro-batch."""
         return self.tokens * self.layout.sequence_length * (self.shape.num_attentions > 0)
 
-    @cached_property
+    @once
     def _sequences(self) -> float:
         """Of a micro-batch."""
         return self.tokens * self.layout.context / self.layout.sequence_length
 
     # One layer, nothing recomputed.
 
-    @cached_property
+    @once
     def norm_input_bytes(self) -> float:
         """What a norm keeps before its weight: the residual, or its fp32 copy."""
         return self.split_hidden * self._norm_input_element
 
-    @cached_property
+    @once
     def half_norm(self) -> str:
         """The kind of the norms of a layer's halves, which may be of what these give."""
         return self.inner_norm if self.shape.norms_after else self.norm
 
-    @cached_property
+    @once
     def _norm_input_element(self) -> int:
         return self._input_element_of(self.half_norm)
 
-    @cached_property
+    @once
     def _normalized_element(self) -> int:
         return self._normalized_element_of(self.half_norm)
 
@@ -224,7 +230,7 @@ class TrainerLayers:
             return 0
         return self.residual_element if norm == "rms" else 4
 
-    @cached_property
+    @once
     def outputs_norms_bytes(self) -> float:
         """Norms of what both halves give, beside those of what they read (Gemma 2, GLM-4): nothing reads theirs."""
         return (
@@ -240,12 +246,12 @@ class TrainerLayers:
         normalized = self.split_hidden * self._normalized_element
         return normalized + self.hidden * self.element * (num_readers if self.is_autocast else 1)
 
-    @cached_property
+    @once
     def reads(self) -> QuantizedReads:
         """QLoRA: what is there while weights are read from four bits."""
         return QuantizedReads(self.shape, self.layout)
 
-    @cached_property
+    @once
     def weight_element(self) -> float:
         """Bytes of a layer's weight as FSDP gathers it; half of them at rest, unless four bits stand for it."""
         shape = self.shape
@@ -258,7 +264,7 @@ class TrainerLayers:
         every = shape.all_attention_params + shape.delta_layers * shape.delta_params + blocks
         return of_hidden + (of_ffn - of_hidden) * down / every
 
-    @cached_property
+    @once
     def reads_last_again(self) -> bool:
         """QLoRA: whether a layer that is made again ends with its last product, whose weight is read for it: a norm or
         dropout reads what it gives; or its adapter's matrices come after it, whose product selection keeps."""
@@ -266,7 +272,7 @@ class TrainerLayers:
             return False
         return self.layout.recompute == "full" or not self.adapts_last
 
-    @cached_property
+    @once
     def attention_norm_bytes(self) -> float:
         """The norm before attention. With parallel residuals both norms read the same tensor, counted at the other; and
         where both are one, what it gives is there too, but for casts of its own."""
@@ -278,7 +284,7 @@ class TrainerLayers:
             return own + self.hidden * self.element * readers * self.is_autocast
         return own + self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(ATTENTION_INPUTS))
 
-    @cached_property
+    @once
     def last_input_bytes(self) -> float:
         """The backward pass of the queries' product, the last of three that read one norm's output: its gradient comes
         in, and that of what it read goes out, beside the sum of the others'. 0 where other products read it."""
@@ -288,34 +294,34 @@ class TrainerLayers:
         queries = self.tokens * self.element * shape.query_dim / self.layout.tensor
         return self.attention_norm_bytes + 2 * self.whole_hidden_bytes + queries
 
-    @cached_property
+    @once
     def mlp_norm_output_bytes(self) -> float:
         """The norm before the feed-forward block, but for its input."""
         readers = 2 if self.shape.gated_mlp else 1
         return self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(MLP_INPUTS))
 
-    @cached_property
+    @once
     def last_norm_bytes(self) -> float:
         """Where it is, what this norm keeps."""
         return (self.outputs_norms_bytes or self.norm_input_bytes) * self.shape.ends_in_norm
 
-    @cached_property
+    @once
     def block_frame_bytes(self) -> float:
         """What a layer's code has in its hands while its feed-forward block runs, whoever keeps it: what the block
         reads, and with sequence parallelism the rank's part of it too."""
         return self.whole_hidden_bytes + self.input_bytes * (self.layout.tensor > 1)
 
-    @cached_property
+    @once
     def unkept_input_bytes(self) -> float:
         """What came to a layer that is kept whole, where neither a norm nor an adapter keeps it: its code has it."""
         return self.input_bytes * (self.shape.norms_after and not self._adapts(ATTENTION_INPUTS))
 
-    @cached_property
+    @once
     def has_norm_copies(self) -> bool:
         """Whether norms keep a wider copy of what they read."""
         return self.norm != "layer" and self.residual_element < 4
 
-    @cached_property
+    @once
     def summed_products_bytes(self) -> float:
         """Adapters: of the products that read the block's input, the sums with what their adapters give, which
         selective recomputation doesn't keep beside either."""
@@ -323,40 +329,40 @@ class TrainerLayers:
             return 2 * self.product_bytes
         return len(MLP_INPUTS.intersection(self.layout.lora_targets)) * self.product_bytes
 
-    @cached_property
+    @once
     def adapts_first(self) -> bool:
         """Whether a product that reads the second norm's output has an adapter."""
         return self._adapts(MLP_INPUTS)
 
-    @cached_property
+    @once
     def adapts_mixed(self) -> bool:
         """Whether attention's last product has one."""
         return self._adapts(ATTENTION_OUTPUTS)
 
-    @cached_property
+    @once
     def adapts_last(self) -> bool:
         """Whether a layer's last product has an adapter."""
         return self._adapts(MLP_OUTPUTS)
 
-    @cached_property
+    @once
     def stops_before_reading(self) -> bool:
         """QLoRA: whether a layer is made again without its last product, whose result nothing reads."""
         layout = self.layout
         is_again = layout.method == "qlora" and layout.recompute != "none"
         return is_again and not reads_last_product(self.shape, layout)
 
-    @cached_property
+    @once
     def _num_scores(self) -> float:
         """A rank's, of a layer."""
         return self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
 
-    @cached_property
+    @once
     def returned_scores_bytes(self) -> float:
         """Where scores are written out, their softmax, which attention returns: a layer's code has it in its hands to
         its end. Under autocast rotated queries, whose type it has, are in fp32."""
         return self._num_scores * self.residual_element * (not self.layout.flash_attention)
 
-    @cached_property
+    @once
     def scores_again_bytes(self) -> float:
         """Beside what selective recomputation keeps of a layer, where scores are written out, while their softmax is
         made again: wide ones before it and after it (masked ones stand for those that were kept); rotated queries (in
@@ -367,7 +373,7 @@ class TrainerLayers:
         scores = self._num_scores * (8 if self._widens_softmax else self.element)
         return scores + self.tokens * self.element * widths / self.layout.tensor
 
-    @cached_property
+    @once
     def score_gradient_bytes(self) -> float:
         """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
         comes to it and the one that it gives, both in its own type. What values were multiplied with has been let go,
@@ -380,7 +386,7 @@ class TrainerLayers:
             return all_tokens * self.element * (2 * keys + self.shape.value_dim) * is_gathered
         return self._num_scores * (4 + 4 - self.element if self._widens_softmax else 2 * self.element)
 
-    @cached_property
+    @once
     def sink_bytes(self) -> float:
         """Written-out attention with sinks (gpt_oss) when it has its softmax: scores with their mask, whose type they
         take, beside their sinks and less each row's largest, and what comes of these; narrowed where autocast was."""
@@ -388,7 +394,7 @@ class TrainerLayers:
         wide = self.residual_element
         return self._num_scores * (3 * wide + self.element * (wide > self.element)) * is_there
 
-    @cached_property
+    @once
     def attention_bytes(self) -> float:
         """What mixes a layer's tokens, the mean over layers: attention, or a delta rule."""
         shape = self.shape
@@ -398,7 +404,7 @@ class TrainerLayers:
             return self._scored_bytes
         return (shape.num_attentions * self._scored_bytes + shape.delta_layers * self.delta_bytes) / shape.layers
 
-    @cached_property
+    @once
     def kinds(self) -> "list[tuple[int, TrainerLayers]]":
         """Each kind of attention with scores: in how many layers, and layers that all have it."""
         kinds = self.shape.attentions
@@ -408,7 +414,7 @@ class TrainerLayers:
         """Over layers whose heads are of two widths."""
         return sum(number * value(kind) for number, kind in self.kinds) / self.shape.layers
 
-    @cached_property
+    @once
     def delta_bytes(self) -> float:
         """A gated delta rule as transformers' own torch code has it, in fp32 and chunks of 64 tokens (kernels, where
         flash-linear-attention is installed, keep less).
@@ -441,12 +447,12 @@ class TrainerLayers:
         each = kept + norm + 2 * element * mixed + DELTA_HEAD_BYTES * shape.delta_value_heads
         return self.tokens * each / self.layout.tensor
 
-    @cached_property
+    @once
     def delta_excess_bytes(self) -> float:
         """What a layer with a delta rule keeps beyond the mean of all layers."""
         return self.delta_bytes - self.attention_bytes if self.shape.delta_layers else 0.0
 
-    @cached_property
+    @once
     def _scored_bytes(self) -> float:
         """Queries, keys, values, the output, a number a query and head, and masks of dropout."""
         shape, layout = self.shape, self.layout
@@ -491,7 +497,7 @@ class TrainerLayers:
         masks = self.hidden * shape.dropout
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
 
-    @cached_property
+    @once
     def _inner_norms_width(self) -> float:
         """What norms of queries, keys and values keep, in elements of a token."""
         shape, width = self.shape, 0.0
@@ -505,14 +511,14 @@ class TrainerLayers:
             width += scored * 4.0 / self.element  # in float32
         return width
 
-    @cached_property
+    @once
     def _rotates_fused(self) -> bool:
         """Whether rotated queries and keys stand beside the one product that they are parts of."""
         shape = self.shape
         is_rotated = not (shape.learned_positions or shape.alibi)
         return shape.fused_qkv and is_rotated and not (shape.copies_keys or shape.wide_scores)
 
-    @cached_property
+    @once
     def _score_norm_bytes(self) -> int:
         """Of an element of queries or keys that are normalized: a copy in fp32, and what it is normalized to; of one
         kernel its input."""
@@ -526,12 +532,12 @@ class TrainerLayers:
         )
         return 4 + (4 if is_wide else self.element)
 
-    @cached_property
+    @once
     def scored_products_bytes(self) -> float:
         """Queries, keys and values as products gave them."""
         return self.tokens * self.element * (self.shape.query_dim + self.shape.projected_kv_dim) / self.layout.tensor
 
-    @cached_property
+    @once
     def rotating_bytes(self) -> float:
         """Queries and keys that autocast left in fp32 when a norm was written out, while queries are rotated: of both
         what the norm keeps and gave, and of queries three tensors more. 0 where they have 16 bits: then no moment that
@@ -543,13 +549,13 @@ class TrainerLayers:
         given = self._score_norm_bytes + 4
         return self.tokens * (shape.query_dim * (given + 12) + shape.kv_dim * given) / self.layout.tensor
 
-    @cached_property
+    @once
     def _widens_softmax(self) -> bool:
         """Whether a written-out softmax is in fp32 beside narrower products: as the model has it, or as autocast has
         every softmax."""
         return (self.layout.fp32_softmax or self.is_autocast) and self.element < 4
 
-    @cached_property
+    @once
     def _score_bytes(self) -> float:
         """Kept of one score where attention is written out: the softmax, in fp32 and as values are multiplied with it,
         and of capped ones the tanh. Dropout has a mask of a byte, and what it left where that is no copy anyway."""
@@ -558,7 +564,7 @@ class TrainerLayers:
             kept += 1 + self.element * (not self._widens_softmax)
         return kept + self.element * self.shape.has_capped_scores
 
-    @cached_property
+    @once
     def _latent_norms(self) -> float:
         """Latents' norms, in elements of a token: inputs in float32, normalized values and outputs; of one kernel its
         input and output."""
@@ -569,7 +575,7 @@ class TrainerLayers:
         read += self.shape.kv_lora_rank * self._adapts(KEY_LATENT_INPUTS)
         return latents * (1.0 if self.fuses_inner_norms else 4.0 / self.element) + read
 
-    @cached_property
+    @once
     def mlp_bytes(self) -> float:
         """The feed-forward block, the mean over layers; routed experts by the tokens that they get."""
         shape = self.shape
@@ -577,12 +583,12 @@ class TrainerLayers:
         routed = self.routed_bytes * shape.moe_layers if shape.moe_layers else 0.0
         return (dense + routed) / shape.layers + self.hidden * shape.dropout
 
-    @cached_property
+    @once
     def routed_bytes(self) -> float:
         """One layer's router, experts and shared expert."""
         return self.experts_bytes + self.shared_bytes + self._router_bytes + self._apart_bytes
 
-    @cached_property
+    @once
     def _apart_bytes(self) -> float:
         """Where experts and a shared one have norms of their own: what the norms of what they give read, and the
         router's normalized and scaled."""
@@ -591,7 +597,7 @@ class TrainerLayers:
         scaled = self.hidden * (self.residual_element + self.element) * (not self.is_frozen)
         return 2 * self.hidden * self._norm_input_element + scaled
 
-    @cached_property
+    @once
     def experts_bytes(self) -> float:
         """One layer's routed experts: their blocks, what they read, and what they give before it is weighted.
 
@@ -611,44 +617,44 @@ class TrainerLayers:
             return block + read + came
         return block + read / layout.tensor + self.rows_bytes
 
-    @cached_property
+    @once
     def reruns_experts(self) -> bool:
         """QLoRA's, which a rank has all of, keep what they read, for their backward pass runs them once more."""
         return self.layout.method == "qlora" and not self.is_spread
 
-    @cached_property
+    @once
     def frozen_experts_input_bytes(self) -> float:
         """What adapters' experts read, unless the norm that gave it is counted with it: no gradient needs it."""
         return max(self.whole_hidden_bytes - self.mlp_norm_output_bytes, 0.0)
 
-    @cached_property
+    @once
     def expert_run_bytes(self) -> float:
         """One layer's spread experts while what they give is weighted by one each, on their own rank."""
         block = self._block_bytes(self.shape.moe_ffn * self.shape.experts_per_token)
         return block + 5 * self.rows_bytes / self.layout.tensor
 
-    @cached_property
+    @once
     def shared_bytes(self) -> float:
         """One layer's shared expert."""
         return self._block_bytes(self.shape.shared_ffn, is_thin=self.has_thin_gates) if self.shape.shared_ffn else 0.0
 
-    @cached_property
+    @once
     def _router_bytes(self) -> float:
         """Scores in float32, and a copy of what the router reads where that is in float32 too, for its gradient."""
         copied = self.hidden * 4 * (self.shape.wide_router and self.element < 4 and not self.is_frozen)
         return self.tokens * 4 * self.shape.experts + copied
 
-    @cached_property
+    @once
     def is_spread(self) -> bool:
         """Experts lie on several ranks, as units of their own for FSDP."""
         return self.shape.moe_layers > 0 and self.layout.expert * self.layout.tensor > 1
 
-    @cached_property
+    @once
     def rows_bytes(self) -> float:
         """A hidden state of every token for each expert that it chose."""
         return self.hidden * self.element * self.shape.experts_per_token
 
-    @cached_property
+    @once
     def weighed_element(self) -> int:
         """Bytes of an element of experts' results times their weights."""
         if self.shape.weights_as_read:
@@ -657,30 +663,30 @@ class TrainerLayers:
         is_narrowed = self.shape.sigmoid_weights and self.is_autocast
         return max(self.element, 4) if self.shape.wide_weights and not is_narrowed else self.element
 
-    @cached_property
+    @once
     def weighed_bytes(self) -> float:
         """The same as `rows_bytes` of such results."""
         return self.rows_bytes * self.weighed_element / self.element
 
-    @cached_property
+    @once
     def narrowed_bytes(self) -> float:
         """The experts' gradient, where it was wide: autograd narrows it before it lets go of what it is made of (but in
         a recomputed layer, where traces show none)."""
         is_again = self.layout.recompute != "none" or self.reruns_experts
         return self.rows_bytes * (self.weighed_element > self.element and not is_again)
 
-    @cached_property
+    @once
     def expert_product_bytes(self) -> float:
         """One tensor of the routed experts' width."""
         width = self.shape.moe_ffn * self.shape.experts_per_token
         return self.tokens * self.element * width / self.layout.tensor
 
-    @cached_property
+    @once
     def product_bytes(self) -> float:
         """One tensor of the feed-forward block's width."""
         return self.tokens * self.element * self._width / self.layout.tensor
 
-    @cached_property
+    @once
     def product_gradient_bytes(self) -> float:
         """What comes to the products of a mean layer in their backward pass, a gradient of each one's result."""
         if self.shape.wide_layers:
@@ -691,19 +697,19 @@ class TrainerLayers:
         routed = (1 + shape.gated_mlp) * self.expert_product_bytes + self.rows_bytes
         return found + 2 * self.whole_hidden_bytes + routed * shape.moe_layers / shape.layers
 
-    @cached_property
+    @once
     def _width(self) -> float:
         """Of the feed-forward block that is no routed expert, the mean over layers."""
         shape = self.shape
         return (shape.ffn * shape.num_mlps + shape.shared_ffn * shape.moe_layers) / shape.layers
 
-    @cached_property
+    @once
     def has_thin_gates(self) -> bool:
         """Feed-forward blocks, but for routed experts, make their activated gate again
         (`training_container/trainer/models/gates.py`)."""
         return self.shape.gated_mlp and self.layout.unfused and not self.shape.keeps_activated_gate
 
-    @cached_property
+    @once
     def keeps_block_result(self) -> bool:
         """Whether what a feed-forward block's last product reads is kept for its weight, or its adapter."""
         return not self.is_frozen or self._adapts(MLP_OUTPUTS)
@@ -716,12 +722,12 @@ class TrainerLayers:
         tensors += self.keeps_block_result or tensors == 0
         return self.tokens * self.element * width * tensors / self.layout.tensor
 
-    @cached_property
+    @once
     def whole_bytes(self) -> float:
         """All that a layer keeps for its backward pass, the mean over layers."""
         return self.attention_half_bytes + self.mlp_bytes
 
-    @cached_property
+    @once
     def attention_half_bytes(self) -> float:
         """A layer but for its feed-forward block, both norms included."""
         norms = (
@@ -729,26 +735,26 @@ class TrainerLayers:
         )
         return norms + self.attention_bytes
 
-    @cached_property
+    @once
     def whole_routed_bytes(self) -> float:
         """All that a layer with experts keeps."""
         return self.attention_half_bytes + self.routed_bytes + self.hidden * self.shape.dropout
 
-    @cached_property
+    @once
     def kept_bytes(self) -> float:
         """What a layer keeps until its backward pass begins, with the layout's recomputation; the mean over layers."""
         if self.shape.wide_layers:
             return self._mean_of(lambda kind: kind.kept_bytes)
         return self._kept(self.whole_bytes, self._width, self.shape.moe_layers / self.shape.layers)
 
-    @cached_property
+    @once
     def kept_routed_bytes(self) -> float:
         """The same of a layer with experts."""
         if self.shape.wide_layers:
             return self._mean_of(lambda kind: kind.kept_routed_bytes)
         return self._kept(self.whole_routed_bytes, self.shape.shared_ffn, 1.0)
 
-    @cached_property
+    @once
     def unreached_bytes(self) -> float:
         """Of adapters, what a model's first layer keeps less than others: no gradient comes to where none is trained,
         its first norm, and of adapters that leave out what attention reads all that is before them. With parallel
@@ -775,7 +781,7 @@ class TrainerLayers:
             return unreached - self.tokens * self.element * first.shape.value_dim / self.layout.tensor
         return unreached + self.norm_input_bytes * (not shape.norms_after) + self._unreached_block_bytes
 
-    @cached_property
+    @once
     def _unreached_block_bytes(self) -> float:
         """Of a feed-forward block that no gradient comes to but from its own adapters: all but what these read."""
         if self._adapts(MLP_INPUTS):
@@ -791,14 +797,14 @@ class TrainerLayers:
             return self.input_bytes
         return self.input_bytes + self._selected_bytes(width) + routed * self._batched_bytes
 
-    @cached_property
+    @once
     def _batched_bytes(self) -> float:
         """Selective recomputation: results of experts' products, where they are batched ones."""
         if not self.shape.batches_experts:
             return 0.0
         return (2 if self.shape.gated_mlp else 1) * self.expert_product_bytes + self.rows_bytes
 
-    @cached_property
+    @once
     def kept_block_bytes(self) -> float:
         """Adapters, of a layer that is made again: what is kept of its feed-forward block's products."""
         if self.layout.recompute != "selective":
@@ -833,14 +839,14 @@ class TrainerLayers:
         hidden = self.whole_hidden_bytes * ((width > 0) + shape.shared_apart)
         return each * (mixing + block) + hidden + self._selected_adapter_bytes
 
-    @cached_property
+    @once
     def _selected_adapter_bytes(self) -> float:
         """Of adapters both products are kept beside the frozen one, but for a layer's very last."""
         if not self.is_frozen:
             return 0.0
         return self.element * self.tokens * adapter_outputs(self.shape, self.layout)
 
-    @cached_property
+    @once
     def _selected_delta_bytes(self) -> float:
         """Of a token of a delta rule: what its input is projected to, and in fp32 two products within a chunk, what is
         read of the state twice and of the chunk once, and the state itself."""
@@ -850,7 +856,7 @@ class TrainerLayers:
 
     # The ends.
 
-    @cached_property
+    @once
     def final_norm_bytes(self) -> float:
         """The last norm, over all of a rank's tokens: tensor parallelism has gathered them."""
         # A loss in the head reads it, whoever keeps it.
@@ -859,16 +865,16 @@ class TrainerLayers:
         kept = self._input_element_of(self.norm) + self._normalized_element_of(self.norm)
         return self.hidden * (kept + output)
 
-    @cached_property
+    @once
     def head_weight(self) -> float:
         """Elements of a rank's part of the head."""
         return self.shape.vocab * self.shape.hidden / self._head_split
 
-    @cached_property
+    @once
     def _head_split(self) -> int:
         return vocabulary_split(self.shape, self.layout)
 
-    @cached_property
+    @once
     def loss_is_in_head(self) -> bool:
         """The trainer's rule (`losses/head.py`): by chunks, or by one where ranks share the vocabulary; not of a head
         with an adapter, nor of logits that are more than what it gives."""
@@ -879,12 +885,12 @@ class TrainerLayers:
             return False
         return self._head_split > 1 or self.tokens > chunk or self.layout.chunks_short_losses
 
-    @cached_property
+    @once
     def loss_is_one_chunk(self) -> bool:
         """Of a loss in the head: of all of a rank's tokens at a time."""
         return self.tokens <= (self.layout.loss_chunk_tokens or 0)
 
-    @cached_property
+    @once
     def loss_bytes(self) -> float:
         """Logits and loss at their most; where the loss is computed in the head, with its gradients."""
         entries = self.shape.vocab / self._head_split
@@ -907,12 +913,12 @@ class TrainerLayers:
             found = max(found, hidden + self.head_weight * (self.element + 4))
         return found
 
-    @cached_property
+    @once
     def logits_gradient_bytes(self) -> float:
         """What comes to whole logits, beside these where something keeps them."""
         return self.tokens * self.shape.vocab * self.element * (1 + (self.shape.logits == "capped"))
 
-    @cached_property
+    @once
     def kept_end_bytes(self) -> float:
         """What a pipeline's head and its last norm keep of a micro-batch until its backward pass, but for the norm's
         input: whole logits, which are the stage's result, and what a softmax of no more than one part gave; of a loss
@@ -926,7 +932,7 @@ class TrainerLayers:
         logits += self.element * (self.shape.logits == "capped")
         return norm + self.tokens * self.shape.vocab * logits + self.hidden * self.element * (not self.is_frozen)
 
-    @cached_property
+    @once
     def forward_logits_bytes(self) -> float:
         """Whole logits in the forward pass, and the tanh that caps them: beside them one part in float32, and its
         log-softmax."""
@@ -934,7 +940,7 @@ class TrainerLayers:
         whole = self.tokens * self.element * (1 + (self.shape.logits == "capped"))
         return self.shape.vocab * (whole + 2 * max(4, self.element) * part)
 
-    @cached_property
+    @once
     def _sums_in_fp32(self) -> bool:
         """In fp16 the loss's gradients are products in fp32, until its scale is known."""
         return self.layout.precision == "fp16"

@@ -43,7 +43,7 @@ def _ways(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) 
 def _least(rank: TrainerRank) -> Moment:
     """In the backward pass of a stage's last layer there is no less: what layers keep of the micro-batches in flight,
     and in a pipeline all weights that FSDP has gathered, with sums of gradients."""
-    return Moment(rank.kept_in_all(), 0.0, rank.weights(0.0) * (rank.layout.pipeline > 1))
+    return Moment(rank.kept_in_all, 0.0, rank.weights(0.0) * (rank.layout.pipeline > 1))
 
 
 def _moments(rank: TrainerRank) -> Iterator[Moment]:
@@ -89,6 +89,8 @@ def _dearest_of_all(rank: TrainerRank) -> Sequence[int]:
     if rank.layout.pipeline == 1 or rank.layers.delta_excess_bytes:
         return rank.units.dearest
     kinds = [(first, last) for first, last in ((0, routed - 1), (routed, count - 1)) if first <= last]
+    if not rank.makes_sums:
+        return [first for first, _ in kinds]  # what layers before it keep is most
     return [max(kind, key=lambda number: _beside(rank, number)) for kind in kinds]
 
 
@@ -100,10 +102,10 @@ def _beside(rank: TrainerRank, number: int) -> float:
 def _at_loss(rank: TrainerRank) -> Iterator[Moment]:
     """The last micro-batch in flight has just gone through the head."""
     layers = rank.layers
-    held = rank.kept_in_all() + rank.ends() + layers.final_norm_bytes
+    held = rank.kept_in_all + rank.ends + layers.final_norm_bytes
     # Whole logits are worst in the forward pass, when the last layer's weights are no longer there.
     gathered = rank.units.after_forward + (rank.last_gathered() if layers.loss_is_in_head else 0.0)
-    beside = rank.received() + kept_experts_bytes(rank, rank.routed_layers)
+    beside = rank.received + kept_experts_bytes(rank, rank.routed_layers)
     is_again, cast = rank.layout.recompute != "none", None
     if is_again:
         # Autocast's own copies last until the forward pass ends; experts are narrowed without it, but batched ones.
@@ -130,15 +132,15 @@ def _in_final_norm(rank: TrainerRank) -> Iterator[Moment]:
         return
     cast = 0.0 if layout.recompute != "none" else rank.params - rank.root
     made = layers.head_weight * layers.element * (rank.is_sharded and layout.method == "full")
-    held = rank.kept_in_all() + rank.ends() + layers.hidden * (4 + NORM_BACKWARD_BYTES)
-    yield Moment(held, 0.0, rank.weights(rank.last_gathered(), cast) + made + rank.received())
+    held = rank.kept_in_all + rank.ends + layers.hidden * (4 + NORM_BACKWARD_BYTES)
+    yield Moment(held, 0.0, rank.weights(rank.last_gathered(), cast) + made + rank.received)
 
 
 def _from_loss(rank: TrainerRank) -> Iterator[Moment]:
     """The loss of a later micro-batch goes back: of the head's gradient, which it has made and keeps, a copy."""
     layers = rank.layers
-    held = rank.kept_in_all() + rank.ends() + layers.kept_end_bytes
-    made = layers.head_weight * max(4, layers.element) * (not layers.is_frozen)
+    held = rank.kept_in_all + rank.ends + layers.kept_end_bytes
+    made = layers.head_weight * layers.sum_element * (not layers.is_frozen)
     yield Moment(held + layers.whole_hidden_bytes, 0.0, rank.weights(rank.last_gathered()) + made)
 
 
@@ -152,10 +154,10 @@ def _at_first_layer(rank: TrainerRank) -> Moment:
 def _in_layer(rank: TrainerRank, number: int) -> Iterator[Moment]:
     """The backward pass of the layer that is `number`th from the stage's end."""
     layers = rank.layers
-    others, above = rank.others(number), rank.above()
+    others, above = rank.others(number), rank.above
     gradients = rank.own_gradients(rank.units.num_reduced(number))
     before = rank.units.above(number)
-    mlp = rank.mlp_weights()
+    mlp = rank.mlp_weights
     left = layers.whole_bytes - layers.mlp_bytes
     in_block = _in_block(rank, above) + rank.adding(mlp / 3)
     yield rank.moment(others + in_block, rank.weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
@@ -171,7 +173,7 @@ def _in_layer(rank: TrainerRank, number: int) -> Iterator[Moment]:
     yield rank.moment(others + after_block, rank.weights_and_gradients(number, mlp, before), mlp, gradients)
     for there in scores_in_backward(rank):
         yield rank.moment(others + there, rank.weights_and_gradients(number, mlp, before), mlp, gradients)
-    yield from rank.in_norms(number, left, mlp)
+    yield from rank.in_norms(number, others, left, mlp)
     if layers.rotating_bytes:
         there = rotating_again_bytes(rank)
         yield rank.moment(others + there, rank.weights_and_gradients(number, 0.0, before), 0.0, gradients)
@@ -211,7 +213,7 @@ def _at_reduction(rank: TrainerRank, number: int) -> Iterator[Moment]:
     if layout.pipeline > 1 or layout.method != "full" or not rank.is_sharded or number != end - 1:
         return
     following = units.in_backward(number) - units.of(number)
-    made = units.of(number) * (layers.element + max(4, layers.element))
+    made = units.of(number) * (layers.element + layers.sum_element)
     made += layers.head_weight * rank.stage.head * layers.element
     gradients = rank.own_gradients(first)
     yield Moment(rank.others(number) + layers.input_bytes, 0.0, rank.weights(following) + made, gradients)
@@ -223,10 +225,10 @@ def _in_two_passes(rank: TrainerRank) -> Iterator[Moment]:
     layers, layout = rank.layers, rank.layout
     if layout.schedule != "zero_bubble" or layout.method != "full":
         return
-    num_layers, held = rank.stage.layers / 2, rank.kept_in_all() + rank.ends()
+    num_layers, held = rank.stage.layers / 2, rank.kept_in_all + rank.ends
     came = layers.product_gradient_bytes - 2 * layers.product_bytes * layers.has_thin_gates
-    buffers = rank.weights(0.0) + rank.received()
-    norm = layers.split_hidden * rank.norm_bytes() + rank.above()
+    buffers = rank.weights(0.0) + rank.received
+    norm = layers.split_hidden * rank.norm_bytes + rank.above
     yield Moment(held + num_layers * came + norm, 0.0, buffers)
     made = rank.params / 2 * layers.element
     yield Moment(held - num_layers * layers.kept_bytes + made, 0.0, buffers)
@@ -234,13 +236,13 @@ def _in_two_passes(rank: TrainerRank) -> Iterator[Moment]:
 
 def _at_end(rank: TrainerRank) -> Iterator[Moment]:
     """The embedding's gradient, and the reduction of the vocabulary's matrices."""
-    layout, element = rank.layout, rank.layers.element
+    layout, wide = rank.layout, rank.layers.sum_element
     if layout.method != "full":
         return
     if layout.pipeline > 1:
         # All sums, of which the ends' are copied to be sent.
-        missing = (rank.params - rank.summed()) * max(4, element)
-        yield Moment(0.0, 0.0, rank.weights(0.0) + missing + rank.root * max(4, element))
+        missing = (rank.params - rank.summed()) * wide
+        yield Moment(0.0, 0.0, rank.weights(0.0) + missing + rank.root * wide)
     elif rank.is_sharded:
         yield from _at_sharded_end(rank)
     elif rank.is_replicated and layout.engine == "torch":
@@ -248,10 +250,10 @@ def _at_end(rank: TrainerRank) -> Iterator[Moment]:
         if rank.is_tied and rank.stage.head:
             # Of either end, and their sum, in the weight's own type; learned positions have one.
             made = 2 * rank.layers.head_weight + rank.root
-            yield Moment(rank.layers.input_bytes, 0.0, made * max(4, element), gradients)
+            yield Moment(rank.layers.input_bytes, 0.0, made * wide, gradients)
         elif rank.makes_gradients_once and rank.stage.embedding:
             # Beside what came to it.
-            own = (rank.root - rank.layers.head_weight * rank.stage.head) * max(4, element)
+            own = (rank.root - rank.layers.head_weight * rank.stage.head) * wide
             yield Moment(rank.layers.input_bytes, 0.0, 0.0, gradients + own)
 
 
@@ -260,7 +262,7 @@ def _at_sharded_end(rank: TrainerRank) -> Iterator[Moment]:
     layers, layout, element = rank.layers, rank.layout, rank.layers.element
     gradients, below = rank.own_gradients(rank.stage.layers), layers.input_bytes
     is_tied = rank.is_tied and rank.stage.head
-    wide = 4 if element < 4 else element
+    wide = layers.sum_element
     last = rank.units.of(rank.stage.layers - 1) if rank.stage.layers else 0.0
     yield Moment(below, 0.0, rank.root * (element + wide), gradients)
     # A matrix that is tied has a gradient of either end, and becomes their sum. Ranks that share an embedding whose

@@ -4,14 +4,15 @@ What layers keep of the micro-batches in flight, the weights that are gathered o
 there: of these, and of what each moment has of its own, `trainer_memory` makes the moments that can be a step's worst.
 """
 
-import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.fsdp_units import Units, unit_ends
 from trainyard.planner.layout import Layout
+from trainyard.planner.once import once
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import (
     Stage,
@@ -24,8 +25,7 @@ from trainyard.planner.stages import (
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers, layers_of
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes beside the training state."""
 
     activations: float
@@ -86,17 +86,20 @@ class TrainerRank:
     shape: ModelShape
     layout: Layout
     stage: Stage
-    """With the micro-batches in flight at the moment."""
     done: PassesDone | None
     """How far a pipeline's rank is; None: there is no pipeline."""
+    in_flight: float
+    """Micro-batches, at this moment, as `Stage.in_flight`."""
+    kept_in_all: float
+    """What all layers keep of the micro-batches in flight."""
+    unreached: float
+    """Adapters: of that, what is not kept in front of a model's first one, which no gradient reaches."""
     layers: TrainerLayers
     """The stage's; where heads are of two widths those of one kind, while one of its layers is asked (`of_kind`)."""
     mean: TrainerLayers
     """All of the stage's."""
     params: float
     """Of the stage, before data-parallel sharding."""
-    passes: float
-    """Of layers, whose micro-batches are in flight."""
     root: float
     """Parameters of the stage's ends: embedding, learned positions, head."""
     is_tied: bool
@@ -123,7 +126,6 @@ class TrainerRank:
 
     def __init__(self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> None:
         self.shape, self.layout, self.stage = shape, layout, stage
-        self.done = None
         self.layers = self.mean = layers_of(shape, layout)
         vocabulary = self.layers.head_weight
         matrices = num_vocabulary_matrices(shape, layout, stage)
@@ -139,32 +141,43 @@ class TrainerRank:
         if shape.moe_layers:
             self.dense = (shape.mixing_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
         self.params = params.total
-        self.passes = stage.layers * stage.in_flight
         self.is_replicated = layout.is_uncut
         self.is_sharded = layout.engine == "torch" and not self.is_replicated
         self.gathers_frozen = layout.method == "full" or layout.shard_degree > 1
         self.gathered_root = self.root * self.gathers_frozen
         self.gathers_experts = layout.method == "full" or layout.expert_shard_degree > 1
         self.units = self._taken_apart()
+        self._go(None, stage.in_flight)
 
     def at(self, done: PassesDone) -> "TrainerRank":
         """The same where a pipeline's rank is so far in its passes."""
-        found = copy.copy(self)
-        found.done, found.stage = done, replace(self.stage, in_flight=done.in_flight)
-        found.passes = found.stage.layers * done.in_flight
+        found = self._copied()
+        found._go(done, done.in_flight)
+        return found
+
+    def _copied(self) -> "TrainerRank":
+        """Without what was reckoned of it."""
+        found = object.__new__(TrainerRank)
+        found.__dict__.update((name, value) for name, value in self.__dict__.items() if name not in _RECKONED)
         return found
 
     def of_kind(self, number: int) -> "TrainerRank":
         """The same where a layer is that `number`th from the stage's end, of those whose heads are of two widths."""
         if not self.shape.wide_layers:
             return self
-        found = copy.copy(self)
+        found = self._copied()
         found.layers = self._kind_of(number)
         return found
 
     def _kind_of(self, number: int) -> TrainerLayers:
         narrow, wide = (kind for _, kind in self.mean.kinds)
         return wide if number in self.stage.wide else narrow
+
+    def _go(self, done: PassesDone | None, in_flight: float) -> None:
+        """To a moment: `done` as it is then."""
+        self.done, self.in_flight = done, in_flight
+        self.unreached = self.mean.unreached_bytes * in_flight * self.stage.embedding
+        self.kept_in_all = self.stage.layers * in_flight * self.mean.kept_bytes - self.unreached
 
     def _taken_apart(self) -> Units:
         """The layers as FSDP gathers them."""
@@ -195,19 +208,10 @@ class TrainerRank:
 
     # What is kept of micro-batches in flight.
 
-    def kept_in_all(self) -> float:
-        """What all layers keep of the micro-batches in flight."""
-        return self.passes * self.mean.kept_bytes - self._unreached()
-
-    def _unreached(self) -> float:
-        """Adapters: nothing is kept in front of a model's first one, which no gradient reaches."""
-        return self.mean.unreached_bytes * self.stage.in_flight * self.stage.embedding
-
     def kept_before(self, number: int) -> float:
         """What the layers before the `number`th keep, and the stage's ends."""
-        unreached = self._unreached()
-        left = self.kept_in_all() + unreached - self._kept_of_last(number + 1)
-        return max(left, 0.0) - unreached + self.ends()
+        left = self.kept_in_all + self.unreached - self._kept_of_last(number + 1)
+        return max(left, 0.0) - self.unreached + self.ends
 
     def _kept_of_last(self, count: int) -> float:
         """What the last so many layers keep, those with experts of them first."""
@@ -239,26 +243,28 @@ class TrainerRank:
         less = excess * shape.delta_layers / shape.num_attentions
         return (number - num_deltas) * less - num_deltas * excess
 
+    @once
     def ends(self) -> float:
         """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass; and its mask."""
         layout, layers = self.layout, self.mean
         if layout.pipeline == 1:
             return layers.mask_bytes + layers.rotation_bytes
-        passes = self.stage.in_flight * layout.chunks
+        passes = self.in_flight * layout.chunks
         sent = passes - (1 if self.stage.head else 0)
         split = passes * layers.input_bytes if layout.tensor > 1 and layout.recompute == "selective" else 0.0
         # Of other schedules each loss is followed by its own backward pass.
-        waiting = (self.stage.in_flight - 1) * self.stage.head * (layout.schedule == "gpipe")
+        waiting = (self.in_flight - 1) * self.stage.head * (layout.schedule == "gpipe")
         # Each stage makes its own.
-        masks = math.ceil(self.stage.in_flight * num_stages(layout)) * (layers.mask_bytes + layers.rotation_bytes)
+        masks = math.ceil(self.in_flight * num_stages(layout)) * (layers.mask_bytes + layers.rotation_bytes)
         return max(sent, 0.0) * layers.whole_hidden_bytes + split + masks + waiting * layers.kept_end_bytes
 
+    @once
     def received(self) -> float:
         """What a pipeline's rank has received of micro-batches in flight, and one gradient."""
         layout = self.layout
         if layout.pipeline == 1:
             return 0.0
-        passes = self.stage.in_flight * layout.chunks
+        passes = self.in_flight * layout.chunks
         if self.stage.embedding:
             passes = passes * (layout.chunks - 1) / (2 * layout.chunks)
         layers = self.layers
@@ -266,6 +272,7 @@ class TrainerRank:
             passes = 0  # what a stage's first layer keeps is what was received
         return (passes + (0 if self.stage.head and layout.chunks == 1 else 1)) * layers.whole_hidden_bytes
 
+    @once
     def above(self) -> float:
         """The gradient that comes to a layer from above."""
         layers = self.layers
@@ -287,15 +294,21 @@ class TrainerRank:
         if not self.is_sharded:
             return 0.0
         if layout.pipeline > 1:
-            # Gathered once for all micro-batches; of one rank they are copied, too, but what is frozen.
-            experts = self.experts * self.routed_layers * layers.is_spread
-            whole = self.root * layers.element + (self.params - self.root - experts) * layers.weight_element
-            experts *= layers.weight_element
-            if not is_trained:
-                adapters = self.adapters(self.stage.layers, has_head=self.stage.head) * layers.element
-                return whole * self.gathers_frozen + experts * self.gathers_experts + adapters
-            return whole + experts + self.summed() * max(4, layers.element)
+            return self._gathered_for_all
         return self.gathered_root * layers.element + gathered * layers.weight_element
+
+    @once
+    def _gathered_for_all(self) -> float:
+        """In a pipeline: once for all micro-batches, with the sums of gradients; of one rank they are copied, too, but
+        what is frozen."""
+        layers = self.layers
+        experts = self.experts * self.routed_layers * layers.is_spread
+        whole = self.root * layers.element + (self.params - self.root - experts) * layers.weight_element
+        experts *= layers.weight_element
+        if self.layout.method != "full":
+            adapters = self.adapters(self.stage.layers, has_head=self.stage.head) * layers.element
+            return whole * self.gathers_frozen + experts * self.gathers_experts + adapters
+        return whole + experts + self.summed() * layers.sum_element
 
     def adapters(self, num_layers: int, *, has_head: bool) -> float:
         split = self.layout.tensor
@@ -307,6 +320,7 @@ class TrainerRank:
             return self.units.of(0)
         return self.experts if self.layout.expert_shard_degree > 1 else 0.0
 
+    @once
     def mlp_weights(self) -> float:
         """Of a layer's parameters, those of its feed-forward block."""
         shape = self.shape
@@ -323,7 +337,7 @@ class TrainerRank:
     def _largest_weight(self) -> float:
         """Elements of it, but for the ends': experts' gate and up are one, others' are two."""
         share = 1 - self.last_share
-        block = self.mlp_weights() * (share / 2 if self.shape.gated_mlp else share)
+        block = self.mlp_weights * (share / 2 if self.shape.gated_mlp else share)
         return max(self.experts * share, block * (self.routed_layers < self.stage.layers))
 
     def whole(self, number: int) -> float:
@@ -337,6 +351,11 @@ class TrainerRank:
         return (self.params - self.root) * share + ends
 
     @property
+    def makes_sums(self) -> bool:
+        """In the first backward pass of a pipeline's rank the sums of its gradients come to be, layer by layer."""
+        return self.layout.method == "full" and self.done is not None and not self.done.summed
+
+    @once
     def makes_gradients_once(self) -> bool:
         """A rank's own gradients come to be in the one backward pass of a step."""
         return gradients_come_late(self.layout) and self.layout.pipeline == 1
@@ -351,7 +370,7 @@ class TrainerRank:
         dense = routed * self.rest + (num_layers - routed) * self.dense
         if not self.is_sharded:
             dense += self.layers.head_weight * (self.stage.head and not self.is_tied)
-        each = max(4, self.layers.element)
+        each = self.layers.sum_element
         return each * (routed * self.experts / layout.expert_shard_degree + dense / layout.shard_degree)
 
     def weights_and_gradients(self, number: int, made: float, before: float) -> float:
@@ -360,9 +379,8 @@ class TrainerRank:
         layers, layout = self.layers, self.layout
         head = layers.head_weight * self.stage.head
         if layout.pipeline > 1:
-            is_first = layout.method == "full" and self.done is not None and not self.done.summed
-            made = (self.units.size(0, number) + head) * is_first
-            return self.weights(0.0) + made * max(4, layers.element)
+            made = (self.units.size(0, number) + head) * self.makes_sums
+            return self.weights(0.0) + made * layers.sum_element
         # Of layers that are computed again, autocast has forgotten all but the one; else those that have gone back.
         cast = self.whole(number)
         if layout.recompute == "none":
@@ -375,9 +393,9 @@ class TrainerRank:
         if not self.is_sharded:
             # They are the rank's own at once, but for a tied head's: that waits for the embedding's.
             waits = self.is_tied and layout.engine == "torch" and self.is_replicated
-            return found + head * max(4, layers.element) * waits
+            return found + head * layers.sum_element * waits
         made += self.units.made_above(number)
-        return found + (made + head) * layers.element + before * max(4, layers.element)
+        return found + (made + head) * layers.element + before * layers.sum_element
 
     def adding(self, made: float) -> float:
         """Bytes of a weight's gradient that is about to be added to its sum, where every rank has whole ones: under
@@ -396,16 +414,16 @@ class TrainerRank:
                 made = min(made, self._largest_weight)
             activations += made * self.layers.element * (self.layout.schedule != "zero_bubble")
         if self.makes_gradients_once and not self.is_sharded:
-            gradients += made * max(4, self.layers.element)
-        return Moment(activations, 0.0, buffers + self.received(), gradients)
+            gradients += made * self.layers.sum_element
+        return Moment(activations, 0.0, buffers + self.received, gradients)
 
-    def in_norms(self, number: int, left: float, made: float) -> Iterator[Moment]:
-        """The backward pass of both norms, of a layer of which so much is `left`; `made` as in `_moment`."""
-        layers = self.layers
-        others, above = self.others(number), self.above()
+    def in_norms(self, number: int, others: float, left: float, made: float) -> Iterator[Moment]:
+        """The backward pass of both norms, of a layer of which so much is `left` beside what `others` keep; `made` as
+        in `moment`."""
+        layers, above = self.layers, self.above
         gradients = self.own_gradients(self.units.num_reduced(number))
         before = self.units.above(number)
-        norm = layers.split_hidden * self.norm_bytes() + above
+        norm = layers.split_hidden * self.norm_bytes + above
         second = left - layers.mlp_norm_output_bytes + norm
         yield self.moment(others + second, self.weights_and_gradients(number, made, before), made, gradients)
         # All of a layer's gradients are there from the last of the products that read the first norm's output on.
@@ -413,6 +431,11 @@ class TrainerRank:
         first = max(first, layers.last_input_bytes + layers.input_bytes)  # beside the gradient of the residual
         yield self.moment(others + first, self.weights_and_gradients(number, unit, before), unit, gradients)
 
+    @once
     def norm_bytes(self) -> float:
         kind, element = self.layers.half_norm, self.layers.residual_element
         return {"layer": 2 * element, "layer_fp32": 8}.get(kind, NORM_BACKWARD_BYTES)
+
+
+_RECKONED = frozenset(name for name, value in vars(TrainerRank).items() if isinstance(value, once))
+"""Of a rank, what it reckons of the rest when it is asked."""

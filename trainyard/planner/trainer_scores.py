@@ -14,8 +14,8 @@ def in_last_scores(rank: TrainerRank) -> Iterator[Moment]:
     if rank.layout.recompute != "selective" or not layers.sink_bytes or not rank.stage.layers:
         return
     copies = layers.input_bytes + 2 * layers.tokens * layers.element * shape.query_dim / rank.layout.tensor
-    held = rank.kept_in_all() + rank.ends() + layers.sink_bytes + copies
-    yield Moment(held, 0.0, rank.weights(rank.units.running(0)) + rank.received())
+    held = rank.kept_in_all + rank.ends + layers.sink_bytes + copies
+    yield Moment(held, 0.0, rank.weights(rank.units.running(0)) + rank.received)
 
 
 def in_last_block(rank: TrainerRank) -> Iterator[Moment]:
@@ -25,11 +25,11 @@ def in_last_block(rank: TrainerRank) -> Iterator[Moment]:
     is_there = layout.method == "full" and layout.recompute != "none" and rank.stage.layers
     if not (layers.returned_scores_bytes and is_there):
         return
-    held = rank.kept_in_all() + rank.ends() + layers.returned_scores_bytes
+    held = rank.kept_in_all + rank.ends + layers.returned_scores_bytes
     # Its last product and what that reads; the residual, and what the norm before it gave.
     block = layers.product_bytes + layers.whole_hidden_bytes
     block += layers.input_bytes + layers.hidden * layers.residual_element
-    yield Moment(held + block, 0.0, rank.weights(rank.units.running(0)) + rank.received())
+    yield Moment(held + block, 0.0, rank.weights(rank.units.running(0)) + rank.received)
 
 
 def scores_in_backward(rank: TrainerRank) -> Iterator[float]:
@@ -45,9 +45,9 @@ def scores_in_backward(rank: TrainerRank) -> Iterator[float]:
         if not layout.flash_attention and layers.is_frozen and layers.adapts_mixed:
             # What attention's last product has read for its adapter.
             gone += layers.tokens * layers.element * shape.value_dim / layout.tensor
-        yield layers.whole_bytes - layers.mlp_bytes - gone + rank.above() + layers.score_gradient_bytes
+        yield layers.whole_bytes - layers.mlp_bytes - gone + rank.above + layers.score_gradient_bytes
     if layers.scores_again_bytes:
-        yield layers.kept_bytes + rank.above() + layers.whole_hidden_bytes + layers.scores_again_bytes
+        yield layers.kept_bytes + rank.above + layers.whole_hidden_bytes + layers.scores_again_bytes
 
 
 def rotating_again_bytes(rank: TrainerRank) -> float:
@@ -55,5 +55,5 @@ def rotating_again_bytes(rank: TrainerRank) -> float:
     layers = rank.layers
     again = 0.0
     if rank.layout.recompute != "none":
-        again = rank.above() + max(layers.kept_bytes - layers.input_bytes - layers.scored_products_bytes, 0.0)
+        again = rank.above + max(layers.kept_bytes - layers.input_bytes - layers.scored_products_bytes, 0.0)
     return layers.attention_norm_bytes + layers.rotating_bytes + again

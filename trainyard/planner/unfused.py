@@ -7,9 +7,9 @@ of this.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from trainyard.planner.layout import Layout
+from trainyard.planner.once import once
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.trainer_layers import LOSS_PART_TOKENS, TrainerLayers, layers_of
 
@@ -242,7 +242,7 @@ class Unfused:
         """Of so many of a rank's rows: it is as large as they are, and is added to the head's where both are one."""
         return self._layers.residual_element * (1 + 3 * self.shape.tied_embeddings) * weights
 
-    @cached_property
+    @once
     def _layers(self) -> TrainerLayers:
         return layers_of(self.shape, self.layout)
 
