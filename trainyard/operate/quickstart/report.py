@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +16,13 @@ from trainyard.spec.base import SpecModel
 from trainyard.spec.words import counted
 
 
-class JobReport(SpecModel):
+class _Reported(SpecModel):
+    """Part of the report: its fields' texts are the published schema's descriptions."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class JobReport(_Reported):
     """The training job."""
 
     name: str
@@ -29,7 +35,7 @@ class JobReport(SpecModel):
     """Median over steps."""
 
 
-class LossReport(SpecModel):
+class LossReport(_Reported):
     """Losses, in nats per token."""
 
     first: float
@@ -42,7 +48,7 @@ class LossReport(SpecModel):
     """One per optimizer step."""
 
 
-class ReclaimReport(SpecModel):
+class ReclaimReport(_Reported):
     """The spot reclaim and the way back."""
 
     step: int
@@ -55,7 +61,7 @@ class ReclaimReport(SpecModel):
     """From the reclaim to the end of the first step after it."""
 
 
-class IsolationReport(SpecModel):
+class IsolationReport(_Reported):
     """What the other tenant tried."""
 
     attempts: int
@@ -66,7 +72,7 @@ class IsolationReport(SpecModel):
     """One line an attempt."""
 
 
-class CostReport(SpecModel):
+class CostReport(_Reported):
     """What the job would have cost on the planned instances."""
 
     planned_usd: float | None
@@ -77,7 +83,7 @@ class CostReport(SpecModel):
     """The seconds that the job really held its hosts here, at the on-demand price."""
 
 
-class QuickstartReport(SpecModel):
+class QuickstartReport(_Reported):
     """`.trainyard/quickstart/report.json`."""
 
     schema_version: Literal[1] = 1
