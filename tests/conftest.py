@@ -51,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def pytest_collection() -> Iterator[object]:
     """What a worker imports to find its tests, torch and moto among it, stays: it is never looked through for garbage.
 
-    As a rank does it (`trainer.importing`): the collector would go through a million objects again and again.
+    As a rank does it (`trainyard.importing`): the collector would go through a million objects again and again.
     """
     gc.disable()
     try:

@@ -49,8 +49,8 @@ MAY_IMPORT = {
     "functions": set(),
     "planner": {"errors", "spec", "hardware"},
     "isolation": {"children", "errors", "spec", "hardware", "functions"},
-    "emulator": {"errors", "spec", "hardware"},
-    "launch": {"errors", "kept_room", "spec", "hardware", "functions", "planner", "emulator"},
+    "emulator": {"errors", "importing", "spec", "hardware"},
+    "launch": {"errors", "importing", "kept_room", "spec", "hardware", "functions", "planner", "emulator"},
     "operate": {
         *("__version__", "children", "errors", "kept_room", "spec", "hardware"),
         *("functions", "planner", "emulator", "launch", "isolation"),

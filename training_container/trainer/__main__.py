@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.early_save import note_early_saves
-from trainer.importing import importing
 from trainer.leaving import EXIT_RESUME_ME, leave
 from trainer.observe.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
+from trainyard.importing import importing
 from trainyard.spec.checkpoint_names import why_not_here
 from trainyard.spec.job import ResolvedJob, load_job, load_resolved
 from trainyard.spec.words import counted

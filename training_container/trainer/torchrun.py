@@ -6,8 +6,8 @@ It spends most of a short start's time on importing torch and on taking it to pi
 import sys
 from collections.abc import Sequence
 
-from trainer.importing import importing
 from trainer.leaving import leave
+from trainyard.importing import importing
 
 
 def main(arguments: Sequence[str]) -> None:

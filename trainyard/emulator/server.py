@@ -1,13 +1,10 @@
 """The daemon itself: moto's services behind the authorizer, on loopback, with an end."""
 
-import contextlib
-import gc
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 from trainyard.emulator.daemon import hold_daemon_lock, new_credentials
 from trainyard.emulator.info import ACCOUNT, CONTROL_PREFIX, INFO_FILE, REGION, EmulatorInfo, write_info
 from trainyard.errors import InputError
+from trainyard.importing import importing
 
 _IDLE_CHECK_SECONDS = 2.0
 _OBJECT_IN_MEMORY_BYTES = 16 * 1024 * 1024
@@ -27,7 +25,8 @@ def serve(state_dir: Path, *, port: int, idle_exit_seconds: float, training_argv
     state_dir.mkdir(parents=True, exist_ok=True)
     hold_daemon_lock(state_dir)
     access_key, secret_key = new_credentials()
-    with _quick_to_start():
+    _read_descriptions_once()
+    with importing():
         server = _bind(port)
         endpoint = f"http://localhost:{server.server_port}"
         info = EmulatorInfo(
@@ -69,19 +68,11 @@ def serve(state_dir: Path, *, port: int, idle_exit_seconds: float, training_argv
     os._exit(0)  # threads of half-read requests must not keep the process
 
 
-@contextlib.contextmanager
-def _quick_to_start() -> Iterator[None]:
-    """What comes in here stays while the daemon lives: never looked through for garbage, and each description of a
-    service read once (moto's EC2 alone would read its own three times). A third of the start's CPU time."""
+def _read_descriptions_once() -> None:
+    """Each session would read the services' descriptions anew, moto's EC2 alone its own three times."""
     import botocore.session
 
     botocore.session.create_loader = cache(botocore.session.create_loader)
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class _Activity:

@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.functions.broker_answers import difference, is_lost
 from trainyard.functions.job_resumer import asked_attempt
+from trainyard.importing import importing
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
@@ -287,6 +289,8 @@ def _ended_at(description: dict[str, Any]) -> str:
     return moment.astimezone(UTC).isoformat(timespec="seconds") if moment else ""
 
 
+_SDK_SETTINGS = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
+
 _OPTIONAL_RESOURCES = {
     "volume_kms_key_id": "VolumeKmsKeyId",
     "keep_alive_period_in_seconds": "KeepAlivePeriodInSeconds",
@@ -301,10 +305,12 @@ def model_trainer(request: dict[str, Any], launcher: Account) -> "ModelTrainer":
     No `source_code`: our image has its own entrypoint, and without it the SDK uploads nothing.
     """
     prepare_sdk()
-    from sagemaker.core import shapes
-    from sagemaker.core.helper.session_helper import Session
-    from sagemaker.core.training import configs
-    from sagemaker.train import ModelTrainer
+    with importing():
+        from sagemaker.core import shapes
+        from sagemaker.core.helper.session_helper import Session
+        from sagemaker.core.training import configs
+        from sagemaker.train import ModelTrainer
+    _check_settings_once()
 
     class NamedModelTrainer(ModelTrainer):  # type: ignore[misc,unused-ignore]
         """ModelTrainer names jobs by the second; our record was written under our name before."""
@@ -320,7 +326,7 @@ def model_trainer(request: dict[str, Any], launcher: Account) -> "ModelTrainer":
 
     session = Session(
         boto_session=launcher.session,
-        sagemaker_config={"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}},
+        sagemaker_config=_SDK_SETTINGS,
         # Named, so that the SDK never creates a bucket of its own.
         default_bucket=request["OutputDataConfig"]["S3OutputPath"].split("/")[2],
     )
@@ -376,6 +382,21 @@ def prepare_sdk() -> None:
         os.environ[f"SAGEMAKER_{kind}_CONFIG_OVERRIDE"] = os.devnull
     # The SDK logs through rich at INFO, into the middle of our own progress.
     logging.getLogger("sagemaker").setLevel(logging.ERROR)
+
+
+@cache
+def _check_settings_once() -> None:
+    """A session checks its settings as it is made. The SDK would check them again, and the schema of all settings
+    against the schema of schemas, at each of the ten values that it looks up for a job: two seconds of CPU."""
+    from sagemaker.core.config.config_manager import SageMakerConfig
+
+    check = SageMakerConfig.validate_sagemaker_config
+
+    def checked(sagemaker_config: dict[str, Any] | None = None) -> None:
+        if sagemaker_config != _SDK_SETTINGS:
+            check(sagemaker_config)
+
+    SageMakerConfig.validate_sagemaker_config = staticmethod(checked)
 
 
 def _sdk_channel(channel: dict[str, Any]) -> Any:

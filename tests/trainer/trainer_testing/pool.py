@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from trainer.importing import importing
-
 from trainer_testing.distributed import TESTS, collect, free_port
+from trainyard.importing import importing
 
 PRELOADED = (
     "deepspeed",

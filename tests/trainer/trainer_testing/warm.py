@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from trainer.importing import importing
+from trainyard.importing import importing
 
 VARIABLE = "TRAINYARD_TEST_WARM"
 """Names the modules to import beforehand, with commas between; absent: every start is a real one."""

@@ -27,7 +27,7 @@ TORCH = "torch"
 OURS = "trainyard-trainer"
 SOURCE_ONLY = ("deepspeed",)
 """Published as sources alone; their wheels are made here, hold Python only, and need the build tools of .venv."""
-ROOMS = ("__init__.py", "errors.py", "kept_room.py", "spec", "hardware", "planner")
+ROOMS = ("__init__.py", "errors.py", "importing.py", "kept_room.py", "spec", "hardware", "planner")
 """What of trainyard the trainer may import (ARCHITECTURE.md)."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

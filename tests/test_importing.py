@@ -4,7 +4,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from trainer.importing import importing
+
+from trainyard.importing import importing
 
 
 @pytest.fixture(autouse=True)
