@@ -40,10 +40,10 @@ _SHAPES_ALONE: ContextVar[bool] = ContextVar("_SHAPES_ALONE", default=False)
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of C
 
 _aten = torch.ops.aten
+_FILLING = frozenset({_aten.normal_.default, _aten.uniform_.default})
 _OVERWRITING = frozenset(
     {
-        _aten.normal_.default,
-        _aten.uniform_.default,
+        *_FILLING,
         _aten.zero_.default,
         _aten.fill_.Scalar,
         _aten.fill_.Tensor,
@@ -330,6 +330,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._recipes: dict[int, list[_Operation] | None] = {}
         self._aliases: dict[int, tuple[int, int | None]] = {}
         self._alive: list[torch.Tensor] = []  # ids are unique among the living
+        self._known: set[Any] = set()
 
     def expect(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """A parameter, and what it was constructed with."""
@@ -348,8 +349,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, and notes it when it changes a parameter."""
-        result = func(*args, **(kwargs or {}))
         target = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta" else None
+        if target is not None and func in _FILLING and self._is_known(func, args[1:], kwargs or {}):
+            self._note(self._aliases.get(id(target)), func, args[1:], kwargs or {})
+            return target
+        result = func(*args, **(kwargs or {}))
         if target is None:
             return result
         alias = self._aliases.get(id(target))
@@ -360,6 +364,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         elif alias is not None and alias[1] is None and func is _aten.select.int and args[1] == 0:
             self._follow(result, alias[0], args[2] % target.size(0))
         return result
+
+    def _is_known(self, func: Any, arguments: Any, options: dict[str, Any]) -> bool:
+        """Whether it was run before with these numbers. On meta a random number's distribution is worked out in Python,
+        more than half of what an outline takes, and nothing comes of it but a refusal of what can't be drawn."""
+        asked = (func, arguments, tuple(options.items()))
+        if asked in self._known:
+            return True
+        self._known.add(asked)
+        return False
 
     def _note(self, alias: tuple[int, int | None] | None, func: Any, arguments: Any, options: dict[str, Any]) -> None:
         is_derived = any(isinstance(value, torch.Tensor) and value.is_meta for value in (*arguments, *options.values()))
