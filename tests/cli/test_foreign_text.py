@@ -15,7 +15,6 @@ from rich.status import Status
 from trainyard.cli import canarying, output, sweeping
 from trainyard.cli.app import run
 from trainyard.launch.place import place_of
-from trainyard.launch.record import JobRecord, update
 from trainyard.launch.session import Account
 from trainyard.operate.canary import Check, Verdict
 from trainyard.operate.quickstart.narrator import Narrator
@@ -45,9 +44,7 @@ def test_rich_would_make_something_else_of_it(words: str) -> None:
         return
 
 
-@each_of_them
 def test_why_a_job_failed_is_told_as_it_was_said(
-    words: str,
     tmp_path: Path,
     environment_path: Path,
     deployed: Account,
@@ -59,13 +56,13 @@ def test_why_a_job_failed_is_told_as_it_was_said(
     path.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
     assert run(["launch", str(path), "-e", where, "--json"]) == 0
     job_id = json.loads(capsys.readouterr().out)["job_id"]
-
-    def told(record: JobRecord) -> JobRecord:
-        return record.with_state("Failed", note=words).model_copy(update={"forced": (words,)})
-
-    update(place_of(job_id, where, "acme").store, job_id, told)
-    assert run(["status", job_id, "-e", where]) == 0
-    assert capsys.readouterr().out.count(words) == 2, "as the state's note, and as what was forced"
+    store = place_of(job_id, where, "acme").store
+    launched = store.read(job_id).record
+    for words in WORDS:
+        failed = launched.with_state("Failed", note=words).model_copy(update={"forced": (words,)})
+        store.replace(store.read(job_id), failed)
+        assert run(["status", job_id, "-e", where]) == 0
+        assert capsys.readouterr().out.count(words) == 2, f"{words}: as the state's note, and as what was forced"
 
 
 @each_of_them

@@ -432,21 +432,24 @@ def test_nothing_is_wired_to_another_with_every_option(everything: Whole) -> Non
     assert resolve_templates(*everything).wires == ()
 
 
-def test_a_tenant_may_be_called_as_what_all_share_begins(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def called_as_what_all_share(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A queue's name begins as a tenant p5's things do, those in the platform's stack as a tenant platform's."""
     content = with_every_option()
-    content["tenants"] = dict(zip(("p5", "platform", "p5en"), content["tenants"].values(), strict=True))
-    assert resolve_templates(*made(content, tmp_path)).wires == ()
-
-
-def test_a_tenant_called_platform_is_a_tenant(tmp_path: Path) -> None:
-    """Who has its topic, and what its machines run, is looked at as any tenant's; an image that its file names is its
-    own."""
-    content = with_every_option()
-    content["tenants"] = {"platform": content["tenants"].pop("language"), **content["tenants"]}
+    tenants = content["tenants"]
+    content["tenants"] = {"platform": tenants["language"], "p5": tenants["perception"], "p5en": tenants["adapters"]}
     content["tenants"]["platform"]["cluster"]["ami"] = "ssm:/aws/service/x/ami"
-    templates, environment = made(content, tmp_path)
-    assert resolve_templates(templates, environment).wires == ()
+    return made(content, tmp_path_factory.mktemp("called"))
+
+
+def test_a_tenant_may_be_called_as_what_all_share_begins(called_as_what_all_share: Whole) -> None:
+    assert resolve_templates(*called_as_what_all_share).wires == ()
+
+
+def test_a_tenant_called_platform_is_a_tenant(called_as_what_all_share: Whole) -> None:
+    """Who has its topic, and what its machines run (an image that its file names is its own), is looked at as any
+    tenant's."""
+    templates, environment = copy.deepcopy(called_as_what_all_share[0]), called_as_what_all_share[1]
     resource(templates, "trainyard-production-platform-training", "SNS::Subscription")["Endpoint"] = "rival@example.org"
     (found,) = resolve_templates(templates, environment).wires
     assert (found.tenant, found.reaches, found.target) == ("platform", "rival@example.org", "every tenant")
