@@ -49,6 +49,29 @@ def chosen_of(found: Search) -> Option:
     return next(item for item in found.options if item.chosen)
 
 
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2, "pipeline": 4}, {"engine": "deepspeed", "zero_stage": 3}], ids=str
+)
+@pytest.mark.parametrize("adapter", [None, {"kind": "qlora", "rank": 8, "targets": ["q_proj"]}], ids=["whole", "qlora"])
+def test_a_layouts_micro_batches_are_what_the_job_would_give(
+    job: MakeJob, layout: dict[str, Any], adapter: dict[str, Any] | None
+) -> None:
+    """Also of what it had reckoned already: nothing of that is of its micro-batches."""
+    spec = job(model={**LLAMA_70B, "adapter": adapter} if adapter else LLAMA_70B)
+    parallelism = ParallelismSpec.model_validate(
+        {"data_shard": 8, **({"data_shard": 1} if "engine" in layout else {}), **layout}
+    )
+    first = layout_of(spec, parallelism, micro_batch=1, num_micro_batches=16, recompute="full")
+    for name in dir(first):
+        getattr(first, name)
+    for size, count, recompute in ((1, 16, "none"), (2, 8, "selective"), (8, 2, "full")):
+        asked = layout_of(spec, parallelism, micro_batch=size, num_micro_batches=count, recompute=recompute)
+        made = first.in_micro_batches(size, count, recompute)
+        assert made == asked and hash(made) == hash(asked)
+        kept = made.__dict__.keys() - {field.name for field in dataclasses.fields(Layout)}
+        assert kept and all(getattr(made, name) == getattr(asked, name) for name in kept)
+
+
 def test_the_chosen_one_is_the_cheapest_within_the_hours(job: MakeJob) -> None:
     spec = job(training={"steps": 1000})
     found = found_for(spec, deadline_hours=24)
