@@ -187,6 +187,12 @@ def notes(asked: JobSpec) -> list[str]:
     return [note for note in plan(asked).notes if "flash_attention_3" in note]
 
 
+def test_no_gain_is_promised_of_kernels_that_take_no_such_heads() -> None:
+    gemma4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+    assert notes(job(gemma4, documents=True)) == []
+    assert notes(job(gemma4 | {"global_head_dim": 256}, documents=True))
+
+
 def test_a_plan_says_what_hoppers_own_kernels_would_gain_where_a_job_may_have_them() -> None:
     """Documents are told by offsets, to Ampere's kernels; FlashAttention-3 keeps them apart in one sequence alone."""
     (note,) = notes(job(LLAMA, documents=True))

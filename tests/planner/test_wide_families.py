@@ -97,6 +97,22 @@ def test_what_no_formula_describes_is_not_covered(config: dict[str, Any]) -> Non
         shape_from_config(config)
 
 
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (
+            SHARED | {"num_global_key_value_heads": 3},
+            r"num_global_key_value_heads: must divide the 4 heads \(given: 3\)",
+        ),
+        (SHARED | {"num_global_key_value_heads": 0}, r"num_global_key_value_heads: must be at least 1 \(given: 0\)"),
+        ({"global_head_dim": 0}, r"global_head_dim: must be at least 1 \(given: 0\)"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_in_a_line(stated: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        shape_from_config(SMALL | stated)
+
+
 def test_experts_without_sizes_are_refused_in_a_line() -> None:
     with pytest.raises(InputError, match="num_experts is missing"):
         shape_from_config(SMALL | {"enable_moe_block": True})

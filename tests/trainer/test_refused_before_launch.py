@@ -52,6 +52,7 @@ QWEN3_NEXT = LLAMA | {
     **{"model_type": "qwen3_next", "linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 64},
     **{"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
 }
+GEMMA4 = LLAMA | {"model_type": "gemma4_text", "head_dim": 64, "hidden_size_per_layer_input": 0, "pad_token_id": 0}
 BART = {
     **{
         "model_type": "bart",
@@ -161,6 +162,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "varlen, no documents": (
         job_of(LLAMA, FSDP, model={"attention": "varlen"}, data={"document_masks": False}),
         "no packed documents",
+    ),
+    "flash_attention_3, wide heads": (
+        job_of(GEMMA4, FSDP, model={"attention": "flash_attention_3"}),
+        "flash_attention_3 takes heads of at most 256 dimensions, and gemma4_text has some of 512; set it to auto",
     ),
     "flash_attention_3, two sequences": (
         job_of(LLAMA, FSDP, model={"attention": "flash_attention_3"}, training={"micro_batch_size": 2}),

@@ -55,7 +55,7 @@ def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape)
         "linear_num_value_heads": shape.delta_value_heads,
     }
     rows = {
-        "heads": shape.value_dim,
+        "heads": 0 if shape.wide_head_dim else shape.value_dim,  # of two widths
         "intermediate_size": shape.ffn,
         "shared experts": shape.shared_ffn,
         "linear_num_value_heads": shape.delta_value_width,
@@ -67,6 +67,7 @@ def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape)
         has_query_latent=shape.q_lora_rank > 0 if shape.kv_lora_rank else None,
         hidden_size=shape.hidden,
         split_sizes={name: size for name, size in split.items() if size},
+        widest_head=max((kind.head_dim + kind.rope_dim for number, kind in shape.attentions if number), default=None),
         row_widths={name: width for name, width in rows.items() if width},
     )
 

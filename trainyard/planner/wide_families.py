@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from trainyard.errors import InputError
 from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, number
 from trainyard.planner.family_parts import four_biases, one_per_layer, window_of
 from trainyard.planner.shapes import ModelShape
+from trainyard.spec.words import counted
 
 GEMMA4_DEFAULTS = {
     "hidden_size": 2304,
@@ -64,12 +66,22 @@ def _wide(config: Config, sizes: dict[str, Any]) -> dict[str, Any]:
         places = {place for place, kind in enumerate(kinds) if kind != "sliding_attention"}
     wide = sorted(places | {layers - 1})
     own_heads = config.get("num_global_key_value_heads") if shares else None
+    head_dim = number(config, 512, "global_head_dim")
+    wide_heads = sizes["kv_heads"] if own_heads is None else number(config, 0, "num_global_key_value_heads")
+    for name, size in (("num_global_key_value_heads", wide_heads), ("global_head_dim", head_dim)):
+        if size < 1:
+            raise InputError(f"model.config.{name}: must be at least 1 (given: {size})")
+    if sizes["heads"] % wide_heads:
+        raise InputError(
+            f"model.config.num_global_key_value_heads: must divide the {counted(sizes['heads'], 'head')} (given: "
+            f"{wide_heads})"
+        )
     return {
         "wide_layers": len(wide),
         "wide_places": tuple(wide),
         "windowed_layers": layers - len(wide),
-        "wide_head_dim": number(config, 512, "global_head_dim"),
-        "wide_kv_heads": sizes["kv_heads"] if own_heads is None else number(config, 0, "num_global_key_value_heads"),
+        "wide_head_dim": head_dim,
+        "wide_kv_heads": wide_heads,
         "wide_values_are_keys": shares,
     }
 

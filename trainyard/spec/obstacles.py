@@ -108,7 +108,7 @@ def layout_obstacles(
         yield from _deepspeed_obstacles(job, layout)
     if job.task == "causal_lm":
         yield from _product_obstacles(job, layout, model, num_micro_batches=num_micro_batches, recompute=recompute)
-        yield from _attention_obstacles(job, micro_batch_size)
+        yield from _attention_obstacles(job, model, micro_batch_size)
     if model.layer_drop is not None and (layout.engine == "deepspeed" or layout.world_size > 1):
         yield (
             f"model.config.{model.layer_drop} skips blocks, others on each rank, which would wait for each other's"
@@ -415,9 +415,18 @@ def _cut_mixture_obstacle(adapter: AdapterSpec, degree: int, model_type: str) ->
     )
 
 
-def _attention_obstacles(job: JobSpec, micro_batch_size: int) -> Iterator[str]:
+WIDEST_FLASH_HEAD = 256
+"""FlashAttention's kernels take no wider ones, its README says."""
+
+
+def _attention_obstacles(job: JobSpec, model: ModelFacts, micro_batch_size: int) -> Iterator[str]:
     if job.model.attention != "flash_attention_3":
         return
+    if model.widest_head is not None and model.widest_head > WIDEST_FLASH_HEAD:
+        yield (
+            f"model.attention: flash_attention_3 takes heads of at most {WIDEST_FLASH_HEAD} dimensions, and"
+            f" {model.model_type} has some of {model.widest_head}; set it to auto"
+        )
     if job.training.precision not in HALF_PRECISIONS:
         yield (
             "model.attention: flash_attention_3 computes in bf16 and fp16, not in"

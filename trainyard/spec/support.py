@@ -263,6 +263,8 @@ class ModelFacts:
     row_widths: Mapping[str, int] = field(default_factory=dict)
     """What goes into a row-wise matrix -> its width."""
     layer_types: frozenset[str] = frozenset()
+    widest_head: int | None = None
+    """Of a query in any layer, with the part that carries the position."""
     max_positions: int | None = None
     """None where a longer sequence is no matter."""
     balances_router: bool = False

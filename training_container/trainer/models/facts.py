@@ -23,6 +23,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         hidden_size=getattr(config, "hidden_size", None),
         split_sizes=_split_sizes(config),
         row_widths=_row_widths(config),
+        widest_head=_widest_head(config),
         layer_types=frozenset(getattr(config, "layer_types", None) or ()),
         max_positions=None if is_open else getattr(config, "max_position_embeddings", None),
         balances_router=bool(getattr(config, "output_router_logits", False)),
@@ -77,6 +78,17 @@ def _row_widths(config: PretrainedConfig) -> dict[str, int]:
     unknown = {"heads": "head_dim", "intermediate_size": "intermediate_size"}
     unknown = {name: field for name, field in unknown.items() if differs_by_layer(config, field)}
     return {name: int(width) for name, width in widths.items() if width and name not in unknown}
+
+
+def _widest_head(config: PretrainedConfig) -> int | None:
+    heads = size_of(config, "num_attention_heads")
+    if differs_by_layer(config, "head_dim"):
+        return max(int(config.per_layer_config[layer].head_dim) for layer in range(config.num_hidden_layers))
+    if not heads:
+        return None
+    if size_of(config, "kv_lora_rank"):
+        return (size_of(config, "qk_nope_head_dim") or 0) + (size_of(config, "qk_rope_head_dim") or 0)
+    return size_of(config, "head_dim") or int(config.hidden_size // heads)
 
 
 def _shared_width(config: PretrainedConfig) -> int:
