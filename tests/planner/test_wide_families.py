@@ -1,10 +1,13 @@
 """Families whose layers have heads of two widths: parameters equal those of the real models, and each kind counts."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from trainyard.errors import InputError
 from trainyard.planner.adapters import adapter_params
@@ -23,6 +26,7 @@ SMALL: dict[str, Any] = {
 }
 SHARED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40}
+AS_SIXTH = {"head_dim": 32, "num_key_value_heads": 4}
 UNIFIED = {name: value for name, value in SMALL.items() if name != "hidden_size_per_layer_input"}
 
 
@@ -35,9 +39,23 @@ UNIFIED = {name: value for name, value in SMALL.items() if name != "hidden_size_
         SMALL | SHARED | {"attention_bias": True, "tie_word_embeddings": False},
         SMALL | SHARED | EXPERTS,
         SMALL | {"layer_types": ["full_attention", *["sliding_attention"] * 5, "full_attention"]},
+        SMALL | SHARED | {"per_layer_config": {"05": {"head_dim": 32, "num_key_value_heads": 4}, "6": AS_SIXTH}},
+        SMALL | {"per_layer_config": {5: {"head_dim": 8}, 6: {"head_dim": 8}}},
+        SMALL | {"per_layer_config": {}},
         UNIFIED | SHARED | {"model_type": "gemma4_unified_text"},
     ],
-    ids=["plain", "shared", "shared not asked for", "biased", "experts", "listed", "unified"],
+    ids=[
+        "plain",
+        "shared",
+        "shared not asked for",
+        "biased",
+        "experts",
+        "listed",
+        "saved",
+        "saved, by number",
+        "saved, alike",
+        "unified",
+    ],
 )
 def test_parameters_are_those_of_the_real_model(config: dict[str, Any], real_parameters: Counted) -> None:
     shape = shape_from_config(config)
@@ -89,6 +107,9 @@ def test_an_adapter_is_beside_the_products_that_a_layer_has() -> None:
     [
         {name: value for name, value in SMALL.items() if name != "hidden_size_per_layer_input"},
         SMALL | {"num_kv_shared_layers": 2},
+        SMALL | {"per_layer_config": {"5": AS_SIXTH}},
+        SMALL | {"per_layer_config": {"4": AS_SIXTH, "5": AS_SIXTH, "6": AS_SIXTH}},
+        SMALL | {"per_layer_config": {"5": {"intermediate_size": 96}, "6": {"intermediate_size": 96}}},
         SMALL | {"use_bidirectional_attention": "all"},
     ],
 )
@@ -111,6 +132,14 @@ def test_what_no_formula_describes_is_not_covered(config: dict[str, Any]) -> Non
 def test_heads_that_cannot_be_are_refused_in_a_line(stated: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         shape_from_config(SMALL | stated)
+
+
+def test_what_transformers_saves_is_read_as_what_was_published(tmp_path: Path) -> None:
+    published = SMALL | SHARED
+    AutoConfig.for_model(**published).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "global_head_dim" not in saved and saved["per_layer_config"]
+    assert shape_from_config(saved) == shape_from_config(published)
 
 
 def test_experts_without_sizes_are_refused_in_a_line() -> None:

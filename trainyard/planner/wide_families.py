@@ -65,9 +65,7 @@ def _wide(config: Config, sizes: dict[str, Any]) -> dict[str, Any]:
     if kinds is not None:
         places = {place for place, kind in enumerate(kinds) if kind != "sliding_attention"}
     wide = sorted(places | {layers - 1})
-    own_heads = config.get("num_global_key_value_heads") if shares else None
-    head_dim = number(config, 512, "global_head_dim")
-    wide_heads = sizes["kv_heads"] if own_heads is None else number(config, 0, "num_global_key_value_heads")
+    head_dim, wide_heads = _wide_sizes(config, sizes, wide, shares=shares)
     for name, size in (("num_global_key_value_heads", wide_heads), ("global_head_dim", head_dim)):
         if size < 1:
             raise InputError(f"model.config.{name}: must be at least 1 (given: {size})")
@@ -84,6 +82,28 @@ def _wide(config: Config, sizes: dict[str, Any]) -> dict[str, Any]:
         "wide_kv_heads": wide_heads,
         "wide_values_are_keys": shares,
     }
+
+
+def _wide_sizes(config: Config, sizes: dict[str, Any], wide: list[int], *, shares: bool) -> tuple[int, int]:
+    """A head's width and the number of keys of layers that see everything: under names of their own, as they are
+    published, or layer by layer, as transformers saves them."""
+    listed = config.get("per_layer_config")
+    if listed is None:
+        is_own = shares and config.get("num_global_key_value_heads") is not None
+        heads = number(config, 0, "num_global_key_value_heads") if is_own else sizes["kv_heads"]
+        return number(config, 512, "global_head_dim"), heads
+    if not isinstance(listed, dict) or not all(isinstance(each, dict) for each in listed.values()):
+        raise InputError("model.config.per_layer_config: must have an object for each layer that differs")
+    usual = {"head_dim": sizes["head_dim"], "num_key_value_heads": sizes["kv_heads"]}
+    own = {str(layer).lstrip("0") or "0": each for layer, each in listed.items()}
+    found = {
+        (number(each, usual["head_dim"], "head_dim"), number(each, usual["num_key_value_heads"], "num_key_value_heads"))
+        for each in (own.pop(str(layer), {}) for layer in wide)
+    }
+    others = set().union(*listed.values()) - set(usual)
+    if own or others or len(found) != 1:
+        raise NotCoveredError("model.config: a gemma4 whose layers are of more than two kinds is not covered")
+    return found.pop()
 
 
 def _experts(config: Config) -> dict[str, Any]:
