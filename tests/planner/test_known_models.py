@@ -7,6 +7,9 @@ import pytest
 
 from trainyard.planner.families import known_name, shape_from_config, shape_of_known, size_of_unknown
 from trainyard.planner.known_models import KNOWN_CONFIGS
+from trainyard.planner.predict import predict
+from trainyard.planner.request_fields import Fields
+from trainyard.planner.request_shape import shape_of
 
 Counted = Callable[[dict[str, Any]], int]
 
@@ -124,3 +127,26 @@ def test_names_are_known_however_they_are_written(written: str, known: str | Non
 )
 def test_a_size_in_an_unknown_name_may_be_of_millions(written: str, billions: float | None) -> None:
     assert size_of_unknown(written) == billions
+
+
+@pytest.mark.parametrize("layers", [1, 4, 13, 200])
+def test_a_model_cut_or_deepened_keeps_its_kinds_of_layers_in_proportion(layers: int) -> None:
+    """One with windows was refused for these, which nobody had stated, and delta rules were more than all layers."""
+    for name in sorted(KNOWN_CONFIGS):
+        whole = shape_of_known(name)
+        shape = shape_of(Fields({"model": name, "layers": layers}))
+        kinds = ("windowed_layers", "delta_layers", "wide_layers")
+        for kind in kinds:
+            before, after = getattr(whole, kind), getattr(shape, kind)
+            assert after == pytest.approx(before * layers / whole.layers, abs=1), (name, kind)
+            assert (after > 0) == (before > 0), (name, kind)
+        assert shape.num_attentions >= 0 and shape.num_mlps >= 0 and shape.moe_layers >= 0, name
+        assert len(shape.wide_places) == shape.wide_layers and all(place < layers for place in shape.wide_places)
+
+
+def test_a_cut_gemma_is_predicted() -> None:
+    asked = {"gpu": "H100", "gpus": 8, "seq": 4096, "global_batch": 8, "framework": "torchtitan"}
+    found = [
+        predict({"model": model, "layers": 6, **asked})["step_seconds"] for model in ("gemma-3-27b", "gemma-4-31b")
+    ]
+    assert all(seconds > 0 for seconds in found)

@@ -568,7 +568,7 @@ def normal_name(name: str) -> str:
     text = re.sub(r"deepseek-v3\.1(?!\d)", "deepseek-v3", text)  # of the same sizes
     # "Llama3-8B", "Phi3-mini"; "Qwen-2.5-7B", "GPT-2", "GPT-3".
     text = re.sub(r"(?<![a-z0-9])(llama|gemma|phi)(?=\d)", r"\1-", text)
-    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3|3\.[56])-)|(gpt)-(?=[23](?!\d)))", r"\1\2", text)
+    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3|3\.[56])-)|(gpt)-(?=[23](?![\d.])))", r"\1\2", text)
 
 
 def says_experts(name: str) -> bool:

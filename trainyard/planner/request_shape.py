@@ -118,7 +118,10 @@ def shape_of(fields: Fields) -> ModelShape:
         **_block(gated=gated),
     )
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated_mlp", "tied_embeddings")
-    shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
+    shape = stated
+    if base:
+        own = {name: getattr(stated, name) for name in sizes}
+        shape = dataclasses.replace(base, **(_kinds_at_depth(base, stated.layers) | own))
     has_blocks = base is None or base.ffn > 0 or fields.given("ffn")
     shape = _with_experts(fields, _with_rows_and_mixture(fields, shape, base), has_blocks=has_blocks)
     shape = _with_encoder(fields, shape)
@@ -129,6 +132,26 @@ def shape_of(fields: Fields) -> ModelShape:
         shape = _with_pattern(fields, shape)
     shape = checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
     return shape if base or params is None else _read_by_size(fields, shape, params * 1e9)
+
+
+def _kinds_at_depth(base: ModelShape, layers: int) -> dict[str, Any]:
+    """Of a known model with so many layers, in place of its own, each kind's number in proportion; what is a model's
+    first layers stays as it is."""
+    if layers == base.layers or not layers:
+        return {}
+
+    def part(number: int) -> int:
+        return min(max(round(number * layers / base.layers), int(number > 0)), layers)
+
+    def spread(number: int, places: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple((index + 1) * layers // number - 1 for index in range(number)) if places else ()
+
+    kinds = ("windowed_layers", "delta_layers", "wide_layers")
+    found: dict[str, Any] = {name: part(getattr(base, name)) for name in kinds}
+    found["dense_layers"] = min(base.dense_layers, layers)
+    found["delta_places"] = spread(found["delta_layers"], base.delta_places)
+    found["wide_places"] = spread(found["wide_layers"], base.wide_places)
+    return found
 
 
 NO_FURTHER_TOKENS = re.compile(r"(?:\b(?:w/o|without|no)[\s-]*|\bw/o\s*)mtp\b", re.IGNORECASE)
