@@ -378,6 +378,9 @@ def test_inputs_are_made_absolute_and_missing_ones_named(
     with pytest.raises(InputError, match=r"model.safetensors: is a pointer of Git LFS, not the file: git lfs pull"):
         launch_here(spec, place)
     (tmp_path / "tiny-llama/model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"tiny-llama: has no weights, neither model.safetensors nor"):
+        launch_here(spec, place)
+    (tmp_path / "tiny-llama/pytorch_model.bin").touch()
     assert launch_here(spec, place).resolved.spec.model.source == str(tmp_path / "tiny-llama")
 
 

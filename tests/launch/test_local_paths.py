@@ -99,6 +99,7 @@ def _folders(root: Path) -> None:
     (root / "blank/a.jsonl").touch()
     (root / "pointer.json").write_text("version https://git-lfs.github.com/spec/v1")
     (root / "config.json").write_text("{}")
+    (root / "deep.json").write_text("[" * 200_000)
 
 
 ANY_JSON = r"no file that ends in \.jsonl, \.json, \.jsonl\.gz, \.json\.gz \(format: jsonl\)"
@@ -116,6 +117,7 @@ MEND = "; put some there, or correct the path or the format$"
         ({"train": [("blank", "jsonl")]}, r"^data\.train: .*/blank: not one byte; give files with some text, or take"),
         ({"tokenizer": "tokenizer"}, r"^data\.tokenizer .*/tokenizer: holds no tokenizer\.json; .* correct the path$"),
         ({"tokenizer": "pointer.json"}, r"/pointer\.json: is not a tokenizer\.json \(.*no pointer of Git LFS\?\)$"),
+        ({"tokenizer": "deep.json"}, r"/deep\.json: is not a tokenizer\.json \(.*no pointer of Git LFS\?\)$"),
         ({"tokenizer": "config.json"}, r"/config\.json: is not a tokenizer\.json \(it has no model\)$"),
     ],
     ids=str,
@@ -159,6 +161,16 @@ def test_what_the_ranks_of_a_cluster_may_read_and_this_user_may_not_is_not_refus
 
     monkeypatch.setattr(os, "scandir", refuses)
     assert local_job(job).data.train[0].path == str(folder)
+
+
+def test_a_link_may_lead_to_something_where_a_cluster_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").symlink_to("/scratch/of/the/cluster/a.txt")
+    job = spec(tmp_path, data={"train": [{"path": str(folder), "format": "text"}], "sequence_length": 8})
+    assert local_job(job, runs_here=False).data.train[0].path == str(folder)
+    with pytest.raises(InputError, match=r"a\.txt \(a link to nothing\); put some there"):
+        local_job(job)
 
 
 def test_a_resume_is_refused_where_its_data_is_gone_and_changes_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainyard.planner.config_values import NotCoveredError
 from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.layout import Layout
-from trainyard.planner.stages import stage_at
+from trainyard.planner.stages import part_of, stage_at
 
 Counted = Callable[[dict[str, Any]], int]
 
@@ -42,6 +42,8 @@ UNIFIED = {name: value for name, value in SMALL.items() if name != "hidden_size_
         SMALL | SHARED | {"per_layer_config": {"05": {"head_dim": 32, "num_key_value_heads": 4}, "6": AS_SIXTH}},
         SMALL | {"per_layer_config": {5: {"head_dim": 8}, 6: {"head_dim": 8}}},
         SMALL | {"per_layer_config": {}},
+        SMALL | {"per_layer_config": None},
+        UNIFIED | EXPERTS | {"model_type": "gemma4_unified_text"},
         UNIFIED | SHARED | {"model_type": "gemma4_unified_text"},
     ],
     ids=[
@@ -54,13 +56,14 @@ UNIFIED = {name: value for name, value in SMALL.items() if name != "hidden_size_
         "saved",
         "saved, by number",
         "saved, alike",
+        "saved, null",
+        "unified has no experts",
         "unified",
     ],
 )
 def test_parameters_are_those_of_the_real_model(config: dict[str, Any], real_parameters: Counted) -> None:
     shape = shape_from_config(config)
     assert shape.params == real_parameters(config)
-    assert sum(number for number, _ in shape.attentions) == 7
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,14 @@ def test_a_pipelines_rank_has_the_kinds_of_its_own_layers() -> None:
     assert [stage_at(shape, layout, place).wide for place in range(4)] == [(), (0,), (), (0,)]
     turns = replace(layout, pipeline=2, schedule="interleaved_1f1b", chunks=2)
     assert [stage_at(shape, turns, place).wide for place in range(2)] == [(), (0, 3)]
+
+
+def test_a_stage_of_one_kind_alone_has_its_windows() -> None:
+    shape = shape_from_config(SMALL | {"num_hidden_layers": 12})
+    layout = Layout(library="trainyard", pipeline=12, num_micro_batches=12)
+    parts = [part_of(shape, layout, stage_at(shape, layout, place)) for place in range(12)]
+    assert [part.wide_layers for part in parts] == [0] * 5 + [1] + [0] * 5 + [1]
+    assert [part.mean_span(4096) for part in parts] == [64.0] * 5 + [4096.0] + [64.0] * 5 + [4096.0]
 
 
 def test_an_adapter_is_beside_the_products_that_a_layer_has() -> None:

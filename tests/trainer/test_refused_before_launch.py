@@ -505,6 +505,12 @@ def _indexed(folder: Path, name: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
 
 
+def _linked(file: Path) -> None:
+    """To a file that is gone, as of a cache that was cleared."""
+    file.unlink()
+    file.symlink_to(file.with_name("gone"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -529,6 +535,27 @@ def _indexed(folder: Path, name: str) -> None:
         ),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"),
+            r"model\.safetensors\.index\.json: can't be read",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            r"has no weights, neither model\.safetensors nor .* nor pytorch_model\.bin; copy or download it again, or",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "",
+        ),
+        (
+            lambda folder: _linked(folder / "model.safetensors"),
+            r"model\.safetensors: is not there, which a link names; copy or download it again",
+        ),
+        (
+            lambda folder: (
+                (folder / "model.safetensors")
+                .rename(folder / "other")
+                .with_name("model.safetensors.index.json")
+                .write_text("[" * 200_000)
+            ),
             r"model\.safetensors\.index\.json: can't be read",
         ),
         (lambda folder: _indexed(folder, "model-00001-of-00001.safetensors"), ""),

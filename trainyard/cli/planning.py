@@ -127,7 +127,8 @@ def _note_refusal(spec: "JobSpec") -> None:
     try:
         local_job(spec)
     except InputError as error:
-        print(f"note: `trainyard launch` would refuse it as it stands: {error}", file=sys.stderr)
+        words = " ".join(str(error).split())  # names may have line ends
+        print(f"note: `trainyard launch` would refuse it as it stands: {words}", file=sys.stderr)
 
 
 def _trace(

@@ -79,7 +79,7 @@ def launch_on_slurm_here(job: JobSpec, folder: Path, *, force: bool = False, say
         folder,
         "slurm",
         here_backend(folder),
-        sent=local_job(job),
+        sent=local_job(job, runs_here=False),
         root=root,
         image=job.compute.slurm.container_image,
         force=force,

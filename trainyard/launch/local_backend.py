@@ -45,8 +45,9 @@ class LocalBackend:
         check_trainer()
         self._refuse_moved(record)
         spec = record.resolved.spec
-        check_held(spec)
-        check_read(spec)
+        if record.attempt.number > 1:  # a launch has looked, as it made the paths absolute
+            check_held(spec)
+            check_read(spec)
         check_places(record.spec, spec)
 
     def submit(self, record: JobRecord, say: Say) -> None:

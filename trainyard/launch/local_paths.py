@@ -5,24 +5,29 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.channels import is_streamed
 from trainyard.spec.checkpoint_names import HOME, LEADS_NOWHERE, broken_link
-from trainyard.spec.data_files import FOR_ALL, files_of, no_file, sources_by_name, tokenizer_file_of
+from trainyard.spec.data_files import BROKEN, FOR_ALL, files_of, no_file, sources_by_name, tokenizer_file_of
 from trainyard.spec.job import DataSource, JobSpec
 from trainyard.spec.model_files import check_weight_files, folder_of
+
+
+class NotHereError(InputError):
+    """A path that leads to nothing on this machine."""
+
 
 _PLACES = ("destination", "local_directory")
 _FROM_THE_HUB = "nothing is asked of the Hugging Face Hub: `hf download ID --local-dir FOLDER`, and give FOLDER"
 
 
-def local_job(job: JobSpec) -> JobSpec:
+def local_job(job: JobSpec, *, runs_here: bool = True) -> JobSpec:
     """`job` with absolute paths: a resume from another folder reads the same. InputError where one isn't here, or has
-    nothing in it that the job could read."""
+    nothing in it that the job could read; `runs_here`: on this machine, and not on others that share its files."""
     data = job.data
     changes: dict[str, Any] = {
         kind: tuple(
@@ -49,7 +54,7 @@ def local_job(job: JobSpec) -> JobSpec:
         images = images.model_copy(update={"class_names": names})
     data = data.model_copy(update=changes)
     found = job.model_copy(update={"data": data, "model": model, "images": images})
-    check_held(found)
+    check_held(found, runs_here=runs_here)
     return found
 
 
@@ -101,22 +106,24 @@ def _tokenizer_file(job: JobSpec) -> Path | None:
     return None if job.task == "image_classification" or is_elsewhere else tokenizer_file_of(job)
 
 
-def check_held(job: JobSpec) -> None:
+def check_held(job: JobSpec, *, runs_here: bool = True) -> None:
     """InputError where what a job with absolute paths reads has nothing for it: no file of its format, not one byte, no
-    model, no tokenizer. Its ranks would say so once they are up. What this user may not look at, theirs may."""
+    model, no tokenizer. Its ranks would say so once they are up. What this user may not look at, theirs may, and what
+    links lead to on their machines."""
+    for_all = FOR_ALL if runs_here else FOR_ALL - {BROKEN}
     for kind in ("train", "validation"):
         for index, source in enumerate(getattr(job.data, kind)):
-            _check_files(source, f"data.{kind}.{index}.path: {source.path}")
-    _check_bytes(job.data.train, "data.train")
+            _check_files(source, f"data.{kind}.{index}.path: {source.path}", for_all)
+    _check_bytes(job.data.train, "data.train", for_all)
     for name, sources in sources_by_name(job.data.validation).items():
-        _check_bytes(sources, "data.validation" + (f" ({name})" if name else ""))
+        _check_bytes(sources, "data.validation" + (f" ({name})" if name else ""), for_all)
     with contextlib.suppress(OSError):
         if job.model.source and "://" not in job.model.source:
             folder_of(job.model.source)
     _check_tokenizer(job)
 
 
-def _check_files(source: DataSource, where: str) -> None:
+def _check_files(source: DataSource, where: str, for_all: Set[str]) -> None:
     left_out: dict[Path, str] = {}
     if "://" in source.path:
         return
@@ -125,14 +132,14 @@ def _check_files(source: DataSource, where: str) -> None:
             if why is None:
                 return
             left_out[path] = why
-        if FOR_ALL.issuperset(left_out.values()):
+        if for_all >= set(left_out.values()):
             told = [f"{path.relative_to(source.path).as_posix()} ({why})" for path, why in left_out.items()]
             raise no_file(where, source, told)
 
 
-def _check_bytes(sources: Sequence[DataSource], where: str) -> None:
+def _check_bytes(sources: Sequence[DataSource], where: str, for_all: Set[str]) -> None:
     def may_have_some(path: Path, why: str | None) -> bool:
-        return why not in FOR_ALL if why else path.stat().st_size > 0 or not path.is_file()
+        return why not in for_all if why else path.stat().st_size > 0 or not path.is_file()
 
     with contextlib.suppress(OSError):
         if not any("://" in one.path or any(itertools.starmap(may_have_some, files_of(one))) for one in sources):
@@ -146,7 +153,7 @@ def _check_tokenizer(job: JobSpec) -> None:
             return
         try:
             content = json.loads(file.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             why = f"{error}; is it whole, and no pointer of Git LFS?"
         else:
             if isinstance(content, dict) and "model" in content:
@@ -209,7 +216,7 @@ def _local_path(path: str, where: str, hint: str = "") -> str:
         raise InputError(f"{where}: {path!r}: can't be looked at: {error.strerror}") from None
     if not is_there:
         home = f": {HOME}" if path.startswith("~") else hint
-        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){home}")
+        raise NotHereError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()}){home}")
     return str(Path(path).resolve())
 
 

@@ -64,7 +64,7 @@ def launch_on_ray_here(job: JobSpec, folder: Path, *, force: bool = False, say: 
         folder,
         "ray",
         here_backend(folder),
-        sent=local_job(sent),
+        sent=local_job(sent, runs_here=False),
         root=Path(job.compute.ray.directory) if job.compute.ray.directory else None,
         force=force,
         say=say,

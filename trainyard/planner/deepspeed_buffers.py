@@ -33,7 +33,8 @@ SENT_BYTES = 4.0
 def largest_weight(shape: ModelShape) -> float:
     """Elements of the largest single parameter; a layer's experts are one in transformers."""
     experts = shape.experts * (2 if shape.gated_mlp else 1) * shape.moe_ffn * (shape.latent or shape.hidden)
-    return max(shape.hidden * max(shape.vocab, shape.ffn, shape.query_dim), experts if shape.moe_layers else 0)
+    widest = max(kind.query_dim for _, kind in shape.attentions)
+    return max(shape.hidden * max(shape.vocab, shape.ffn, widest), experts if shape.moe_layers else 0)
 
 
 def bucket_elements(shape: ModelShape, layout: Layout) -> float:

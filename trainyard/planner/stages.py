@@ -6,6 +6,7 @@ Micro-batches in flight per schedule: Narayanan et al. (arXiv:2104.04473, sectio
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
@@ -113,8 +114,14 @@ def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
     if not is_cut or not has_kinds or shape.is_hybrid:
         return shape
     windowed = round(shape.windowed_layers * stage.layers / shape.layers)
+    seen: dict[str, Any] = {}
+    if shape.wide_layers:
+        # Those that see everything are the wide ones; of none with a window 0 would say half of them.
+        windowed = stage.layers - len(stage.wide)
+        seen = {"attention_window": shape.attention_window if windowed else 0}
     return replace(
         shape,
+        **seen,
         layers=stage.layers,
         dense_layers=stage.dense_layers,
         delta_layers=stage.delta_layers,

@@ -182,9 +182,9 @@ def _reading_first(rank: TrainerRank) -> float:
 def _reading_mixing(rank: TrainerRank) -> float:
     """The same of attention's last product, when the second norm's gradient is there; and of its queries', when keys
     and values have given theirs."""
-    layers, shape = rank.layers, rank.shape
+    layers = rank.layers
     width = layers.tokens * layers.element / rank.layout.tensor
     left = layers.attention_half_bytes - layers.norm_input_bytes - layers.mlp_norm_output_bytes
-    last = left + width * shape.value_dim * layers.adapts_mixed
-    first = layers.attention_norm_bytes + width * shape.query_dim + 2 * layers.whole_hidden_bytes
+    last = left + width * layers.shape.value_dim * layers.adapts_mixed
+    first = layers.attention_norm_bytes + width * layers.shape.query_dim + 2 * layers.whole_hidden_bytes
     return max(last, first) + rank.above + layers.reads.mixing_bytes

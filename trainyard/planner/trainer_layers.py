@@ -278,7 +278,7 @@ class TrainerLayers:
         where both are one, what it gives is there too, but for casts of its own."""
         own = 0.0 if self.shape.parallel_residual else self.norm_input_bytes + self.outputs_norms_bytes
         shape = self.shape
-        scored = 1 if shape.fused_qkv else 3
+        scored = 1 if shape.fused_qkv else 1 + shape.projected_kv_dim // shape.kv_dim
         readers = scored + (shape.delta_inputs - scored) * shape.delta_layers / shape.layers
         if self.shape.norms_per_layer == 1 and self.shape.parallel_residual and not self.is_frozen:
             return own + self.hidden * self.element * readers * self.is_autocast
@@ -759,8 +759,8 @@ class TrainerLayers:
         """Of adapters, what a model's first layer keeps less than others: no gradient comes to where none is trained,
         its first norm, and of adapters that leave out what attention reads all that is before them. With parallel
         residuals none comes from attention to the feed-forward block either, whatever attention's adapters are."""
-        # Of two kinds of layers a model's first one has a window.
-        shape, first = self.shape, self.kinds[0][1]
+        # Of two kinds of layers the one that a model's first layer is of.
+        shape, first = self.shape, self.kinds[0 in self.shape.wide_places][1]
         inputs = ATTENTION_INPUTS | QUERY_LATENT_INPUTS | KEY_LATENT_INPUTS
         if shape.parallel_residual and self.is_frozen and not shape.moe_layers and self.layout.recompute == "none":
             found = self.norm_input_bytes + self._unreached_block_bytes

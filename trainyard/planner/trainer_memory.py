@@ -81,7 +81,9 @@ def _dearest(rank: TrainerRank) -> Sequence[int]:
     found, wide = _dearest_of_all(rank), rank.stage.wide
     if not wide:
         return found
-    return sorted({*found, *(min(wide, key=lambda each: abs(each - number)) for number in found)})
+    kinds = (wide, sorted(set(range(rank.stage.layers)) - set(wide)))
+    near = (min(kind, key=lambda each: abs(each - number)) for number in found for kind in kinds if kind)
+    return sorted({*found, *near})
 
 
 def _dearest_of_all(rank: TrainerRank) -> Sequence[int]:

@@ -10,10 +10,10 @@ from trainyard.planner.trainer_rank import Moment, TrainerRank
 def in_last_scores(rank: TrainerRank) -> Iterator[Moment]:
     """Selective recomputation keeps all layers' scores, as a product gave them, when the last layer's have their sinks
     in the forward pass; beside copies of its keys and values for every query."""
-    layers, shape = rank.layers, rank.shape
+    layers = rank.layers
     if rank.layout.recompute != "selective" or not layers.sink_bytes or not rank.stage.layers:
         return
-    copies = layers.input_bytes + 2 * layers.tokens * layers.element * shape.query_dim / rank.layout.tensor
+    copies = layers.input_bytes + 2 * layers.tokens * layers.element * layers.shape.query_dim / rank.layout.tensor
     held = rank.kept_in_all + rank.ends + layers.sink_bytes + copies
     yield Moment(held, 0.0, rank.weights(rank.units.running(0)) + rank.received)
 
@@ -44,7 +44,7 @@ def scores_in_backward(rank: TrainerRank) -> Iterator[float]:
         gone *= shape.norms_per_layer >= 4 or not is_there
         if not layout.flash_attention and layers.is_frozen and layers.adapts_mixed:
             # What attention's last product has read for its adapter.
-            gone += layers.tokens * layers.element * shape.value_dim / layout.tensor
+            gone += layers.tokens * layers.element * layers.shape.value_dim / layout.tensor
         yield layers.whole_bytes - layers.mlp_bytes - gone + rank.above + layers.score_gradient_bytes
     if layers.scores_again_bytes:
         yield layers.kept_bytes + rank.above + layers.whole_hidden_bytes + layers.scores_again_bytes

@@ -1,6 +1,7 @@
 """Families whose layers have attention of two widths: Gemma 4's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainyard.errors import InputError
@@ -30,7 +31,7 @@ def _gemma4(config: Config) -> ModelShape:
             "model.config: a gemma4_text with inputs of each layer (hidden_size_per_layer_input, E2B's and E4B's) is "
             "not covered"
         )
-    return _of_two_widths(config, window=512)
+    return replace(_of_two_widths(config, window=512), **_experts(config))
 
 
 def _gemma4_unified(config: Config) -> ModelShape:
@@ -47,7 +48,7 @@ def _of_two_widths(config: Config, *, window: int) -> ModelShape:
         **sizes,
         **four_biases(config),
         **_wide(config, sizes),
-        **_experts(config),
+        norms_per_layer=4,
         attention_window=window_of(config, window),
         norm="rms_cast",
         qk_norm_per_head=True,
@@ -87,11 +88,11 @@ def _wide(config: Config, sizes: dict[str, Any]) -> dict[str, Any]:
 def _wide_sizes(config: Config, sizes: dict[str, Any], wide: list[int], *, shares: bool) -> tuple[int, int]:
     """A head's width and the number of keys of layers that see everything: under names of their own, as they are
     published, or layer by layer, as transformers saves them."""
-    listed = config.get("per_layer_config")
-    if listed is None:
+    if "per_layer_config" not in config:
         is_own = shares and config.get("num_global_key_value_heads") is not None
         heads = number(config, 0, "num_global_key_value_heads") if is_own else sizes["kv_heads"]
         return number(config, 512, "global_head_dim"), heads
+    listed = config["per_layer_config"] or {}  # null, too, says that none differs
     if not isinstance(listed, dict) or not all(isinstance(each, dict) for each in listed.values()):
         raise InputError("model.config.per_layer_config: must have an object for each layer that differs")
     usual = {"head_dim": sizes["head_dim"], "num_key_value_heads": sizes["kv_heads"]}
@@ -109,7 +110,7 @@ def _wide_sizes(config: Config, sizes: dict[str, Any], wide: list[int], *, share
 def _experts(config: Config) -> dict[str, Any]:
     """Beside an ordinary block in every layer, which counts as a shared one."""
     if not config.get("enable_moe_block", False):
-        return {"norms_per_layer": 4}
+        return {}
     return {
         "experts": number(config, None, "num_experts"),
         "experts_per_token": number(config, None, "top_k_experts"),

@@ -20,8 +20,8 @@ _PACKINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 
 NEARLY = "packed in a way that is not read, or its name ends in capitals"
 """Why what `is_nearly_wanted` is left out."""
-_LINK, _BROKEN = "a link to a folder, which is not followed", "a link to nothing"
-FOR_ALL = frozenset({NEARLY, _LINK, _BROKEN})
+_LINK, BROKEN = "a link to a folder, which is not followed", "a link to nothing"
+FOR_ALL = frozenset({NEARLY, _LINK, BROKEN})
 """Reasons that don't hang on who asks; the others are what the system says to this user."""
 
 _TOKENIZER = "tokenizer.json"
@@ -63,7 +63,7 @@ def _files_in(folder: Path, names: Sequence[str], root: Path, source: DataSource
             if path.is_file():
                 yield path, None
             elif path.is_symlink():
-                yield path, _BROKEN
+                yield path, BROKEN
         except OSError as error:
             yield path, _reason(error)
 

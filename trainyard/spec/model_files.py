@@ -5,6 +5,7 @@ The format: eight bytes of the header's length, the header in JSON, the tensors 
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from trainyard.errors import InputError
 
 _NAME = "model.safetensors"
 _INDEX = f"{_NAME}.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
 """What safetensors itself takes."""
@@ -52,13 +54,21 @@ def check_weight_files(source: str) -> None:
 
 
 def _files_of(folder: Path, source: str) -> list[str]:
-    """As transformers looks for them: one file, else those of the index."""
-    if (folder / _NAME).exists() or not (folder / _INDEX).exists():
-        return [_NAME] if (folder / _NAME).exists() else []
+    """As transformers looks for them: one file, else those of the index, else what torch pickled, of which nothing is
+    said here."""
+    if os.path.lexists(folder / _NAME):
+        return [_NAME]
+    if not (folder / _INDEX).exists():
+        if any(os.path.lexists(folder / name) for name in _PICKLED):
+            return []
+        raise InputError(
+            f"model.source: {source}: has no weights, neither {_NAME} nor {_INDEX} nor {_PICKLED[0]}; {_MEND}, or"
+            " state model.config for a model that is trained from nothing"
+        )
     try:
         index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         return sorted(set(map(str, index["weight_map"].values())))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"model.source: {source}: {_INDEX}: can't be read ({words}); {_MEND}") from None
 
@@ -69,14 +79,14 @@ def _wrong_with(path: Path) -> str:
         size = path.stat().st_size
         expected = _size_by_header(path)
     except FileNotFoundError:
-        return f"is not there, which {_INDEX} names; {_MEND}"
+        return f"is not there, which {'a link' if path.name == _NAME else _INDEX} names; {_MEND}"
     except OSError as error:
         return f"can't be read ({error.strerror}); {_MEND}"
     except _CutHeaderError as error:
         return f"has {size:,} bytes, and its header alone {error.args[0]:,}; {_MEND}"
     except _PointerError:
         return "is a pointer of Git LFS, not the file: git lfs pull, or hf download"
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"is no safetensors file; {_MEND}"
     return f"has {size:,} bytes, not {expected:,}; {_MEND}" if size != expected else ""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.cluster_shell import has_slurm_here
-from trainyard.launch.local_paths import local_job
+from trainyard.launch.local_paths import NotHereError, local_job
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Step, command, keep
 from trainyard.operate.runbooks.restore_at_another_size import resume_steps
@@ -79,7 +79,8 @@ def _there(job: JobSpec, overrides: list[str]) -> JobSpec:
     try:
         return local_job(changed)
     except InputError as error:
-        raise InputError(f"{error}; and say where it is: --set KEY=PATH. Nothing was changed") from None
+        mend = "; and say where it is: --set KEY=PATH" if isinstance(error, NotHereError) else ""
+        raise InputError(f"{error}{mend}. Nothing was changed") from None
 
 
 def _as_read(record: JobRecord) -> JobSpec:
