@@ -13,11 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
+import botocore.session
 import pytest
 from emulator_testing import FAKE_IMAGE, Site, wait_for
 
 from trainyard import emulator
-from trainyard.emulator import daemon
+from trainyard.emulator import daemon, server
 from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, INFO_FILE, write_info
 from trainyard.emulator.processes import processes_under
 from trainyard.errors import AwsRefusedError, InputError
@@ -312,3 +313,13 @@ def test_a_plan_for_the_same_prefix_replaces_the_one_that_waits(info: emulator.E
     first = plan("never-launched")
     assert plan("never-launched") == first
     assert plan("never-launched-2") != first
+
+
+def test_services_descriptions_are_read_once_however_many_sessions_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(botocore.session, "create_loader", botocore.session.create_loader)  # put back afterwards
+    server._read_descriptions_once()
+    sessions = [boto3.Session(region_name="us-east-1") for _ in range(5)]
+    loaders = [each._session.get_component("data_loader") for each in sessions]
+    assert all(each is loaders[0] for each in loaders)
+    assert len(set(loaders[0].search_paths)) == len(loaders[0].search_paths)
+    assert "ec2" in sessions[-1].get_available_services() and "ec2" in sessions[-1].get_available_resources()

@@ -72,7 +72,22 @@ def _read_descriptions_once() -> None:
     """Each session would read the services' descriptions anew, moto's EC2 alone its own three times."""
     import botocore.session
 
-    botocore.session.create_loader = cache(botocore.session.create_loader)
+    create = botocore.session.create_loader
+
+    class Paths(list[str]):
+        """boto3 appends its own at each session."""
+
+        def append(self, path: str) -> None:
+            if path not in self:
+                super().append(path)
+
+    @cache
+    def created(*stated: Any) -> Any:
+        loader = create(*stated)
+        loader._search_paths = Paths(loader._search_paths)
+        return loader
+
+    botocore.session.create_loader = created
 
 
 class _Activity:
