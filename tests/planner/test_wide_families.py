@@ -153,6 +153,13 @@ def test_what_transformers_saves_is_read_as_what_was_published(tmp_path: Path) -
     assert shape_from_config(saved) == shape_from_config(published)
 
 
+def test_a_model_that_also_sees_is_not_taken_for_a_slip_of_the_pen() -> None:
+    with pytest.raises(
+        NotCoveredError, match=r"'gemma4': its sizes can't be planned; those of its language model alone, g"
+    ):
+        shape_from_config({"model_type": "gemma4", "text_config": SMALL})
+
+
 def test_experts_without_sizes_are_refused_in_a_line() -> None:
     with pytest.raises(InputError, match="num_experts is missing"):
         shape_from_config(SMALL | {"enable_moe_block": True})

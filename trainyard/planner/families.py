@@ -425,8 +425,7 @@ def shape_from_config(config: Config) -> ModelShape:
     model_type = str(config["model_type"])
     reader = FAMILIES.get(model_type)
     if reader is None:
-        close = difflib.get_close_matches(model_type, FAMILIES, n=1)
-        known = f"; did you mean {close[0]}?" if close else f" (known are {len(FAMILIES)}, {', '.join(COMMON)}, ...)"
+        known = _words_on_known(model_type, config.get("text_config"))
         raise NotCoveredError(f"model.config.model_type {model_type!r}: its sizes can't be planned{known}")
     for name in ("hidden_act", "hidden_activation"):
         if not isinstance(config.get(name) or "", str):
@@ -435,6 +434,14 @@ def shape_from_config(config: Config) -> ModelShape:
     _check_heads(config, shape)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     return replace(shape, keeps_activated_gate=shape.keeps_activated_gate or activation not in THIN_ACTIVATIONS)
+
+
+def _words_on_known(model_type: str, text_config: Any) -> str:
+    inner = text_config.get("model_type") if isinstance(text_config, dict) else None
+    if inner in FAMILIES:
+        return f"; those of its language model alone, {inner}, can: by its text_config"
+    close = difflib.get_close_matches(model_type, FAMILIES, n=1)
+    return f"; did you mean {close[0]}?" if close else f" (known are {len(FAMILIES)}, {', '.join(COMMON)}, ...)"
 
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
