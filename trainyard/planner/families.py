@@ -438,7 +438,7 @@ def shape_from_config(config: Config) -> ModelShape:
 
 def _words_on_known(model_type: str, text_config: Any) -> str:
     inner = text_config.get("model_type") if isinstance(text_config, dict) else None
-    if inner in FAMILIES:
+    if isinstance(inner, str) and inner in FAMILIES:
         return f"; those of its language model alone, {inner}, can: by its text_config"
     close = difflib.get_close_matches(model_type, FAMILIES, n=1)
     return f"; did you mean {close[0]}?" if close else f" (known are {len(FAMILIES)}, {', '.join(COMMON)}, ...)"

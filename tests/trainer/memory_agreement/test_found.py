@@ -59,6 +59,13 @@ def test_the_next_chunks_logits_are_made_when_the_last_ones_are_gone(precision: 
     assert planned == pytest.approx(traced, rel=0.03)
 
 
+@pytest.mark.parametrize("layout", [{"data_shard": 8}, pytest.param({"data_replicate": 8}, marks=pytest.mark.slow)])
+def test_fp16s_products_in_float32_have_no_narrow_result_beside_them(layout: dict[str, Any]) -> None:
+    """The trace had the head's gradient in 16 bits, too, which no GPU has: an eighth of what small steps need."""
+    planned, traced = moving(agreement(SMALL, layout, precision="fp16", activation_checkpointing="none"))
+    assert planned == pytest.approx(traced, rel=0.01)
+
+
 @pytest.mark.slow
 def test_eight_bit_adamw_is_traced_where_it_is_not_cut() -> None:
     """FSDP's shards make their state unseen; one process's asked a dry run where a table has its zero."""

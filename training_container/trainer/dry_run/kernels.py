@@ -71,7 +71,11 @@ def _dropout(
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The loss's products of fp16 factors, which a GPU sums and returns in float32 without casts of the factors."""
     result = left @ right
-    return result if result.dtype != torch.float16 else torch.empty_like(result, dtype=torch.float32)
+    if result.dtype != torch.float16:
+        return result
+    shape, device = result.shape, result.device
+    del result  # which a GPU never has
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 class _RmsNorm(torch.autograd.Function):
