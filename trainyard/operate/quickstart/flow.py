@@ -33,7 +33,7 @@ from trainyard.spec.words import counted
 DATASET_PREFIX = "datasets/python-stdlib"
 SOURCES = (
     *("app.py", "cdk.json", "cdk.context.json", "requirements.txt", "package-lock.json", "stacks"),
-    *("trainyard/__init__.py", "trainyard/errors.py", "trainyard/children.py"),
+    *("trainyard/__init__.py", "trainyard/errors.py", "trainyard/children.py", "trainyard/importing.py"),
     *("trainyard/spec", "trainyard/hardware", "trainyard/functions"),
 )
 """Files and folders of the checkout that an assembly is made from: the CDK's versions and its settings among them."""
