@@ -146,7 +146,8 @@ def test_what_holds_nothing_to_read_is_refused_before_anything_is_made(
 def test_one_source_of_a_set_may_be_blank(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").touch()
     sources = [{"path": str(tmp_path / name), "format": "text"} for name in ("text.txt", "blank.txt")]
-    launch_here(spec(tmp_path, data={"train": sources, "sequence_length": 8}), tmp_path / "jobs")
+    record = launch_here(spec(tmp_path, data={"train": sources, "sequence_length": 8}), tmp_path / "jobs")
+    assert [source.path for source in record.resolved.spec.data.train] == [source["path"] for source in sources]
 
 
 def test_what_the_ranks_of_a_cluster_may_read_and_this_user_may_not_is_not_refused(
