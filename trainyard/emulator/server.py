@@ -84,7 +84,7 @@ def _read_descriptions_once() -> None:
     @cache
     def created(*stated: Any) -> Any:
         loader = create(*stated)
-        loader._search_paths = Paths(loader._search_paths)
+        loader._search_paths = Paths(dict.fromkeys(loader._search_paths))
         return loader
 
     botocore.session.create_loader = created

@@ -206,7 +206,7 @@ def _absolute(place: str | None) -> str | None:
 
 def _local_path(path: str, where: str, hint: str = "") -> str:
     if "://" in path:
-        raise InputError(
+        raise NotHereError(
             f"{where}: {path} is not on this machine, and without a tenant's environment only files are read: "
             "download it"
         )
