@@ -15,15 +15,13 @@ from trainyard.hardware import PriceBook, instance
 from trainyard.planner import plan, resolve, search
 from trainyard.planner.candidates import Rules, complexity_of, layouts, split_of
 from trainyard.planner.configurations import SAME_SPEED, verdict_of
-from trainyard.planner.families import shape_of_known
-from trainyard.planner.formulas import Formulas, formulas_of
+from trainyard.planner.fastest import Fitting, Starting
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Memory, memory
 from trainyard.planner.reading import layout_of, machines_of, required_shape
 from trainyard.planner.render_search import render_search
 from trainyard.planner.results import Option, Search
 from trainyard.planner.scaling import scaling
-from trainyard.planner.search import _fastest_to_run, _Fitting, _Searched, _smaller_fit, fastest, front_of
+from trainyard.planner.search import _fastest_to_run, fastest, front_of
 from trainyard.spec.base import apply_overrides, parse
 from trainyard.spec.job import BudgetSpec, JobSpec, ParallelismSpec
 
@@ -115,97 +113,6 @@ def test_nobody_on_the_front_is_beaten_and_everybody_off_it_is(job: MakeJob) -> 
     for item in options:
         assert item.on_front is not any(beats(other, item) for other in options if other is not item)
     assert front_of([]) == []
-
-
-@pytest.mark.parametrize("adapter", ["qlora", None])
-def test_what_is_passed_over_unreckoned_would_not_have_fitted(
-    job: MakeJob, adapter: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ratios = []
-    usual = formulas_of
-
-    def without_bound(asked: JobSpec) -> Formulas:
-        formulas = usual(asked)
-        least, reckon = formulas.least_memory, formulas.memory
-        assert least is not None
-
-        def compared(layout: Layout) -> Memory:
-            whole = reckon(layout)
-            ratios.append(least(layout).needed / whole.needed)
-            return whole
-
-        return dataclasses.replace(formulas, least_memory=None, memory=compared)
-
-    spec = job(model={"source": "mixtral-8x7b"} if adapter is None else {"adapter": {"kind": adapter}})
-    found = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
-    monkeypatch.setattr(sys.modules[_Searched.__module__], "formulas_of", without_bound)
-    same = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
-    assert max(ratios) < 1 and len(ratios) > 100
-    assert same.model_copy(update={"num_estimates": found.num_estimates}) == found
-    assert same.num_estimates > found.num_estimates, "else nothing was passed over"
-
-
-def test_where_a_micro_batch_fits_smaller_ones_are_taken_to_fit_if_they_need_no_more() -> None:
-    shape = shape_of_known("llama-2-7b")
-    choices = itertools.product(
-        ("1f1b", "interleaved_1f1b", "zero_bubble", "gpipe"),
-        ("none", "selective", "full"),
-        ("full", "qlora"),
-        (2, 4, 8),
-        (1, 2),
-        (1, 8),
-        (1, 2, 3, 8),
-    )
-    more: set[tuple[str, bool]] = set()
-    for schedule, recompute, method, pipeline, tensor, shards, rounds in choices:
-        large = Layout(
-            **{"library": "trainyard", "engine": "torch", "lora_targets": ("q_proj", "v_proj"), "micro_batch": 4},
-            **{"schedule": schedule, "recompute": recompute, "method": method, "pipeline": pipeline, "tensor": tensor},
-            **{"chunks": 2 if schedule == "interleaved_1f1b" else 1, "num_micro_batches": rounds * pipeline},
-            **{"shard_degree": shards, "data_parallel": shards, "zero_stage": 3 if shards > 1 else 0},
-        )
-        small = [
-            dataclasses.replace(large, micro_batch=4 // times, num_micro_batches=times * large.num_micro_batches)
-            for times in (2, 4)
-        ]
-        if max(memory(shape, layout).needed for layout in small) > memory(shape, large).needed:
-            more.add((schedule, rounds == 1))
-            assert not _smaller_fit(large)
-        assert not _smaller_fit(dataclasses.replace(large, pipeline=1))
-        assert _smaller_fit(large) or schedule == "gpipe" or (schedule != "1f1b" and rounds == 1)
-    assert ("interleaved_1f1b", True) in more and ("gpipe", True) in more, "exceptions are ones"
-
-
-def test_what_is_taken_to_fit_changes_nothing_that_is_found(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = job(model={"source": "llama-2-7b"})
-    found = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
-    monkeypatch.setattr(sys.modules[_Searched.__module__], "_smaller_fit", lambda _: False)
-    same = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
-    assert same.model_copy(update={"num_estimates": found.num_estimates}) == found
-    assert same.num_estimates > found.num_estimates
-
-
-def test_nor_does_it_where_it_is_wrong(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is chosen or shown is reckoned itself: here single sequences are said to need ten times as much."""
-    usual = formulas_of
-
-    def upside_down(asked: JobSpec) -> Formulas:
-        formulas = usual(asked)
-
-        def reckoned(layout: Layout) -> Memory:
-            use = formulas.memory(layout)
-            return use if layout.micro_batch > 1 else dataclasses.replace(use, activations=10 * use.activations)
-
-        return dataclasses.replace(formulas, least_memory=None, memory=reckoned)
-
-    monkeypatch.setattr(sys.modules[_Searched.__module__], "formulas_of", upside_down)
-    spec = job(
-        model={"source": "llama-2-7b"}, data={"sequence_length": 2048}, training={"steps": 9, "global_batch_size": 64}
-    )
-    found = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
-    monkeypatch.setattr(sys.modules[_Searched.__module__], "_smaller_fit", lambda _: False)
-    same = search(spec, instances=["p4d.24xlarge"], max_nodes=2)
-    assert same.model_copy(update={"num_estimates": found.num_estimates}) == found
 
 
 @pytest.mark.slow
@@ -388,17 +295,14 @@ def test_a_more_complicated_layout_is_taken_for_a_gain_alone(
     )
     spec = job(training={"steps": 1000})
     found = [
-        _Fitting(parallelism, layout_of(spec, parallelism, micro_batch=1, num_micro_batches=32, recompute="full"), time)
+        Fitting(parallelism, layout_of(spec, parallelism, micro_batch=1, num_micro_batches=32, recompute="full"), time)
         for parallelism, time in zip((plain, cut, piped), seconds, strict=True)
     ]
-    assert _fastest_to_run(found[::-1], None) is found[taken]
+    assert _fastest_to_run(found[::-1], Starting(None)) is found[taken]
     # As the command would start it: the simplest one is refused, and the next is taken.
-    room = sys.modules["trainyard.planner.search"]  # its name in the package is the function's
-    monkeypatch.setattr(room, "_starts", lambda item, *_: item.parallelism != plain)
+    monkeypatch.setattr(Starting, "starts", lambda _, item: item.parallelism != plain)
     near = [index for index in (1, 2) if seconds[index] <= min(seconds[1:]) * (1 + SAME_SPEED)]
-    assert _fastest_to_run(found, None) is found[near[0]]
-    refused = found[near[0]]
-    assert _fastest_to_run(found, None, fits=lambda item: item is not refused) is not refused, "it was taken to fit"
+    assert _fastest_to_run(found, Starting(None)) is found[near[0]]
 
 
 @pytest.mark.parametrize("asked", ["hours", "dollars"])

@@ -24,7 +24,7 @@ from trainyard.planner.money import saved_of, saved_params
 from trainyard.planner.reading import required_shape
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.step import StepTime
-from trainyard.planner.timing import step_time, time_spread
+from trainyard.planner.timing import least_step_seconds, step_time, time_spread
 from trainyard.planner.vision_language import (
     is_frozen,
     shape_of_vision_language,
@@ -63,6 +63,8 @@ class Formulas:
     """What is odd about the job by the sizes of its model, of which `trainyard.spec.notes.notes_on` knows none."""
     least_memory: Callable[[Layout], Memory] | None = None
     """No more than `memory`, and quickly there: of models whose layout can be chosen, among many."""
+    least_step_seconds: Callable[[Layout, Gpu, Fabric], float] | None = None
+    """The same of `step`'s total."""
 
 
 def formulas_of(job: JobSpec) -> Formulas:
@@ -101,6 +103,7 @@ def _language(job: JobSpec) -> Formulas:
         least_memory=lambda layout: least_memory(shape, layout),
         rank_memory=lambda layout, place: rank_memory(shape, layout, place),
         step=lambda layout, device, links: step_time(shape, layout, device, links),
+        least_step_seconds=lambda layout, device, links: least_step_seconds(shape, layout, device, links),
         spread=lambda layout, device: time_spread(shape, layout, device),
         odd=notes_on_adapter(shape, job.model.adapter),
     )

@@ -6,6 +6,7 @@ longer. The counts are by reading transformers' code as the trainer runs it, and
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trainyard.planner.adapters import MLP_INPUTS, MLP_OUTPUTS
 from trainyard.planner.layout import Layout
@@ -122,15 +123,18 @@ class LayerLaunches:
 
     def stage(self, stage: Stage) -> tuple[float, float, float]:
         """Forward, backward and computed again, of all that a pipeline's rank has."""
-        share = stage.layers / self.shape.layers
-        read = self.shape.moe_layers * self._reading_experts
-        forward, backward = total(times(share, self._all_layers), self._weights(stage), self._ends(stage))
+        share, layers = stage.layers / self.shape.layers, _all_layers(self.shape, self.layout.of_layers())
+        forward, backward = total(times(share, layers[:2]), self._weights(stage), self._ends(stage))
+        return forward, backward, share * layers[2]
+
+    def all_layers(self) -> tuple[float, float, float]:
+        """The same of all of a model's layers, without their weights' gathering."""
+        forward, backward = self._of_passes
         # Experts' weights are read where their layer goes back, made again or not.
-        again = share * self._again(self._all_layers[0] - read)
-        return forward, backward, again
+        return forward, backward, self._again(forward - self.shape.moe_layers * self._reading_experts)
 
     @once
-    def _all_layers(self) -> Kernels:
+    def _of_passes(self) -> Kernels:
         shape = self.shape
         attention, dense, routed = self.attention(), self._block(shape.ffn), self._routed()
         kinds = [(number, LayerLaunches(kind, self.layout)) for number, kind in shape.attentions]
@@ -285,3 +289,9 @@ class LayerLaunches:
     @once
     def _layers(self) -> TrainerLayers:
         return layers_of(self.shape, self.layout)
+
+
+@lru_cache(maxsize=1024)
+def _all_layers(shape: ModelShape, layout: Layout) -> tuple[float, float, float]:
+    """Of a layout as layers know it."""
+    return LayerLaunches(shape, layout).all_layers()

@@ -207,6 +207,13 @@ class Layout:
         found.__dict__.update(self.__dict__, micro_batch=size, num_micro_batches=count, recompute=recompute)
         return found
 
+    def of_layers(self) -> "Layout":
+        """The same for all layouts whose layers do and keep the same: these don't know how many ranks share the rest of
+        a model, or micro-batches there are, so that what is reckoned of them need not be reckoned for each of many."""
+        found = object.__new__(Layout)
+        found.__dict__.update(self.__dict__, **_UNKNOWN_TO_LAYERS, pipeline=min(self.pipeline, 2))
+        return found
+
     @property
     def world_size(self) -> int:
         """GPUs."""
@@ -337,3 +344,14 @@ class Layout:
         if self.zero_stage:
             return f"ZeRO-{self.zero_stage} over {self.shard_degree}"
         return f"DDP{self.data_parallel}" if self.data_parallel > 1 else "one replica"
+
+
+_UNKNOWN_TO_LAYERS = {
+    name: Layout.__dataclass_fields__[name].default
+    for name in (
+        *("chunks", "data_parallel", "shard_degree", "num_micro_batches", "schedule", "zero_sizes"),
+        *("keeps_gathered", "unit_parameters", "units_ahead", "last_stage_layers"),
+    )
+}
+"""What no layer's work or memory depends on (`tests/planner/test_of_layers.py`); and of a pipeline only that it is
+one."""

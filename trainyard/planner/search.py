@@ -5,54 +5,29 @@ one in time and in dollars; the rest is the front. Chosen is the cheapest that k
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, instance_types
-from trainyard.planner.candidates import (
-    Rules,
-    layouts,
-    obstacle_of_all,
-    offloading_layouts,
-    powers,
-    split_of,
-)
-from trainyard.planner.communication import fabric_of
+from trainyard.planner.candidates import Rules, layouts, obstacle_of_all, offloading_layouts, powers
 from trainyard.planner.configurations import (
     SAME_SPEED,
     as_fast_simplest_first,
     configuration,
     does_not_fit,
-    fits_both,
-    host_of,
     verdict_of,
 )
 from trainyard.planner.facts import check_job
+from trainyard.planner.fastest import NUM_ALTERNATIVES, Estimates, Fitting, Found, Starting, layout_words
 from trainyard.planner.formulas import Formulas, formulas_of
-from trainyard.planner.layout import Layout, Recompute
-from trainyard.planner.memory import Memory
 from trainyard.planner.money import cost_of, goodput_of, quotes_of, todays_book, unpriced_storage
 from trainyard.planner.moving import Moved, moved_to
-from trainyard.planner.reading import Machines, layout_of, machines_of
-from trainyard.planner.resolve import (
-    check_precision,
-    levels,
-    micro_batch_choices,
-    num_steps,
-    resolve,
-    sequences_per_rank,
-)
+from trainyard.planner.reading import Machines, machines_of
+from trainyard.planner.resolve import check_precision, num_steps
 from trainyard.planner.results import Configuration, Option, Search, figure, told_apart
-from trainyard.planner.stages import num_stages
-from trainyard.spec.job import JobSpec, ParallelismSpec
+from trainyard.spec.job import JobSpec
 from trainyard.spec.words import counted, either
-
-MOST_FURTHER_SPLITTING = 64
-"""Layouts that split the model further than this, times the least splitting that fits, only add communication."""
-
-MOST_FURTHER_SPLITTING_OF_EXPERTS = 8
-"""The same for mixtures of experts, whose layouts are many more: expert parallelism is one more axis."""
 
 LEAST_MOST_NODES = 16
 """Machines that are looked at where nobody says how many: up to so many, or twice the job's own number."""
@@ -62,9 +37,6 @@ MOST_HOURS = 28 * 24
 
 STEPS_OF_ENDLESS = 1000
 """A job in epochs has no known length: hours and dollars are of so many steps."""
-
-NUM_ALTERNATIVES = 8
-"""Other configurations of the chosen machines that are kept, with why they lost."""
 
 SAME_MONEY = 0.005
 """Hours and dollars closer than this are the same."""
@@ -133,8 +105,8 @@ def search(
         region=region,
         deadline_hours=limit,
         max_usd=budget,
-        num_layouts=looked.num_layouts,
-        num_estimates=looked.num_estimates,
+        num_layouts=looked.estimates.num_layouts,
+        num_estimates=looked.estimates.count,
         options=tuple(ranked),
         alternatives=() if chosen is None else looked.alternatives(chosen),
         overrides=() if chosen is None else _overrides(looked.moved_of(chosen), chosen, limit),
@@ -247,30 +219,19 @@ def _undivided(job: JobSpec, most: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Fitting:
-    """One layout at its fastest."""
-
-    parallelism: ParallelismSpec
-    layout: Layout
-    seconds: float
-
-
-@dataclass(frozen=True)
 class _Machine:
     """What was found on one type and count."""
 
     job: JobSpec
     machines: Machines
-    fitting: Sequence[_Fitting]
-    too_large: Sequence[tuple[ParallelismSpec, Layout]]
-    """Each at its most frugal."""
+    found: Found
     moved: Moved | None = None
     """How the job comes there; None: it is there."""
 
 
 @dataclass
 class _Searched:
-    """What was looked at; memory is remembered, as it is the same on machines that differ in their links alone."""
+    """What was looked at."""
 
     formulas: Formulas
     region: str
@@ -278,14 +239,14 @@ class _Searched:
     limit: float = math.inf
     """Hours allowed."""
     budget: float | None = None
-    num_layouts: int = 0
-    num_estimates: int = 0
     refusals: dict[tuple[str, int], str] = field(default_factory=dict)
     """Why machines on which the job can't run are left out: (type, count) -> the first obstacle."""
     without_layout: list[tuple[JobSpec, Machines]] = field(default_factory=list)
     """The job on machines that it may run on, but that no layout suits."""
-    _memory: dict[Layout, Memory] = field(default_factory=dict)
     _found: dict[tuple[str, int], _Machine] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.estimates = Estimates(self.formulas)
 
     def moved_option(self, stated: JobSpec, name: str, count: int) -> Option | None:
         """The job as it was stated on `count` machines of a type; None: there it doesn't run, or has no layout."""
@@ -333,32 +294,29 @@ class _Searched:
         """
         shape = self.formulas.shape
         rules = Rules(job, shape)
-        fitting, too_large = self._look(job, machines, layouts(job, machines, shape, rules), rules)
-        if not fitting:
-            more, larger = self._look(job, machines, offloading_layouts(job, machines, rules), rules)
-            fitting, too_large = more, [*too_large, *larger]
-        if not fitting and not too_large:
+        estimates, starting = self.estimates, Starting(moved)
+        found = estimates.fastest(job, machines, layouts(job, machines, shape, rules), rules, starting)
+        if not found.fitting:
+            more = estimates.fastest(job, machines, offloading_layouts(job, machines, rules), rules, starting)
+            found = Found(more.fitting, [*found.too_large, *more.too_large])
+        if not found.fitting and not found.too_large:
             self.without_layout.append((job, machines))
             return None
         name = str(job.compute.instance_type)
-        self._found[name, machines.num_hosts] = _Machine(job, machines, fitting, too_large, moved)
-        if fitting:
-            return self._within(job, machines, fitting, moved)
-        nearest = min(too_large, key=lambda item: self._use(item[1]).needed)
+        self._found[name, machines.num_hosts] = _Machine(job, machines, found, moved)
+        if found.fitting:
+            return self._within(job, machines, found.fitting, starting)
+        nearest = min(found.too_large, key=lambda item: estimates.use(item[1]).needed)
         item = configuration(job, nearest[0], nearest[1], machines, self.formulas)
         return self._option(job, machines, item.model_copy(update={"verdict": does_not_fit(item)}))
 
-    def _within(self, job: JobSpec, machines: Machines, fitting: Sequence[_Fitting], moved: Moved | None) -> Option:
+    def _within(self, job: JobSpec, machines: Machines, fitting: Sequence[Fitting], starting: Starting) -> Option:
         """The simplest that is as fast as any, but where it breaks a limit that the fastest keeps."""
-
-        def fits(item: _Fitting) -> bool:
-            return self._fits(job, item.layout, machines)
-
-        simplest = _fastest_to_run(fitting, moved, fits=fits)
+        simplest = _fastest_to_run(fitting, starting)
         option = self._priced(job, machines, simplest)
         if _obstacle(option, self.limit, self.budget) is None:
             return option
-        first = _fastest_to_run(fitting, moved, gain=0.0, fits=fits)
+        first = _fastest_to_run(fitting, starting, gain=0.0)
         if first is simplest:
             return option
         faster = self._priced(job, machines, first)
@@ -373,9 +331,10 @@ class _Searched:
     def alternatives(self, chosen: Option) -> tuple[Configuration, ...]:
         """Other configurations of the chosen machines, fitting ones first, with why they lost."""
         here = self._found[chosen.instance_type, chosen.instance_count]
-        fitting = sorted(here.fitting, key=lambda item: item.seconds)[: NUM_ALTERNATIVES + 1]
+        fitting = sorted(here.found.fitting, key=lambda item: item.seconds)[: NUM_ALTERNATIVES + 1]
         kept = [(item.parallelism, item.layout) for item in fitting]
-        kept += sorted(here.too_large, key=lambda item: self._use(item[1]).needed)[: NUM_ALTERNATIVES // 2]
+        nearest = sorted(here.found.too_large, key=lambda item: self.estimates.use(item[1]).needed)
+        kept += nearest[: NUM_ALTERNATIVES // 2]
         found = [configuration(here.job, *item, here.machines, self.formulas) for item in kept]
         best = chosen.configuration
         return tuple(
@@ -384,110 +343,7 @@ class _Searched:
             if item.parallelism != best.parallelism
         )
 
-    def _look(
-        self, job: JobSpec, machines: Machines, found: Sequence[ParallelismSpec], rules: Rules
-    ) -> tuple[list[_Fitting], list[tuple[ParallelismSpec, Layout]]]:
-        """(layouts that fit, each at its fastest; those that don't, each at its most frugal)."""
-        fitting: list[_Fitting] = []
-        too_large: list[tuple[ParallelismSpec, Layout]] = []
-        least: int | None = None
-        shape = self.formulas.shape
-        further = MOST_FURTHER_SPLITTING_OF_EXPERTS if shape and shape.experts else MOST_FURTHER_SPLITTING
-        for parallelism in found:
-            if least is not None and split_of(parallelism) > further * least:
-                break
-            self.num_layouts += 1
-            best, frugal = self._fastest(job, machines, parallelism, rules)
-            if best is not None:
-                fitting.append(best)
-                least = min(least or split_of(parallelism), split_of(parallelism))
-            elif frugal is not None:
-                too_large.append((parallelism, frugal))
-        return self._reckoned(job, machines, fitting, rules), too_large
-
-    def _reckoned(self, job: JobSpec, machines: Machines, fitting: Sequence[_Fitting], rules: Rules) -> list[_Fitting]:
-        """The same when what may be chosen or shown has been reckoned itself, where it was taken to fit."""
-        found = sorted(fitting, key=lambda item: item.seconds)
-        place = 0
-        while place < len(found) and (
-            place <= NUM_ALTERNATIVES or found[place].seconds <= found[0].seconds * (1 + SAME_SPEED)
-        ):
-            item = found[place]
-            if self._fits(job, item.layout, machines):
-                place += 1
-                continue
-            # No faster than what was guessed of it: what comes before stays.
-            reckoned, _ = self._fastest(job, machines, item.parallelism, rules, guesses=False)
-            assert reckoned is not None, "a larger micro-batch fits"
-            found = sorted([*found[:place], *found[place + 1 :], reckoned], key=lambda one: one.seconds)
-        return found
-
-    def _fastest(
-        self, job: JobSpec, machines: Machines, parallelism: ParallelismSpec, rules: Rules, *, guesses: bool = True
-    ) -> tuple[_Fitting | None, Layout | None]:
-        """(the layout with its fastest micro-batch that fits, None; or None, its most frugal one). `guesses`: where a
-        micro-batch fits, smaller ones are taken to fit."""
-        assert machines.instance is not None and machines.instance.gpu is not None
-        per_rank = sequences_per_rank(job, parallelism)
-        sizes = [size for size in micro_batch_choices(job, parallelism) if per_rank // size >= parallelism.pipeline]
-        allowed = [
-            (size, recompute)
-            for size in sizes
-            for recompute in levels(job, parallelism)
-            if rules.accepts_batch(
-                parallelism, micro_batch=size, num_micro_batches=per_rank // size, recompute=recompute
-            )
-        ]
-        if not allowed:
-            return None, None
-
-        size, recompute = allowed[-1]
-        frugal = layout_of(job, parallelism, micro_batch=size, num_micro_batches=per_rank // size, recompute=recompute)
-        if not self._may_fit(job, frugal, machines):
-            return None, frugal
-        best: _Fitting | None = None
-        links = fabric_of(machines.instance)
-        done: set[int] = set()
-        fitting: set[Recompute] = set()  # at which a larger micro-batch fits
-        for size, recompute in allowed:
-            # Of one micro-batch, the least recomputation that fits is the fastest.
-            if size in done:
-                continue
-            layout = frugal.in_micro_batches(size, per_rank // size, recompute)
-            if recompute not in fitting and not self._fits(job, layout, machines):
-                continue
-            if guesses and _smaller_fit(layout):
-                fitting.add(recompute)
-            done.add(size)
-            self.num_estimates += 1
-            seconds = self.formulas.step(layout, machines.instance.gpu, links).total
-            if best is None or seconds < best.seconds:
-                best = _Fitting(parallelism, layout, seconds)
-            if recompute == allowed[0][1] and parallelism.pipeline == 1:
-                # Smaller micro-batches fit as well, and without a pipeline to fill none of them is faster.
-                break
-        return best, None if best is not None else frugal
-
-    def _use(self, layout: Layout) -> Memory:
-        found = self._memory.get(layout)
-        if found is None:
-            self.num_estimates += 1
-            found = self._memory[layout] = self.formulas.memory(layout)
-        return found
-
-    def _may_fit(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
-        """False: it doesn't fit, as is quickly told."""
-        least = self.formulas.least_memory
-        if least is None or layout in self._memory:
-            return True
-        return fits_both(least(layout), host_of(job, layout, machines, self.formulas), machines.instance) is True
-
-    def _fits(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
-        if not self._may_fit(job, layout, machines):
-            return False
-        return fits_both(self._use(layout), host_of(job, layout, machines, self.formulas), machines.instance) is True
-
-    def _priced(self, job: JobSpec, machines: Machines, best: _Fitting) -> Option:
+    def _priced(self, job: JobSpec, machines: Machines, best: Fitting) -> Option:
         """Hours and dollars of a machine's best configuration; of a job in epochs, those of some steps."""
         item = configuration(job, best.parallelism, best.layout, machines, self.formulas)
         time = item.time
@@ -524,51 +380,16 @@ class _Searched:
         )
 
 
-def _smaller_fit(layout: Layout) -> bool:
-    """Whether smaller micro-batches can be taken to need no more memory than these, with as much recomputation: in a
-    pipeline, which never has a step's gradients in one pass, and keeps fewer bytes of as many micro-batches; in about
-    one layout of a thousand a margin is up to 3% wider. But not of gpipe, which keeps all; nor of ranks with two stages
-    that are just filled: with more micro-batches the sums of gradients meet activations that are gone without."""
-    if layout.pipeline == 1 or layout.schedule == "gpipe":
-        return False
-    return num_stages(layout) == 1 or layout.num_micro_batches > layout.pipeline
-
-
-def _fastest_to_run(
-    fitting: Sequence[_Fitting],
-    moved: Moved | None,
-    gain: float = SAME_SPEED,
-    *,
-    fits: Callable[[_Fitting], bool] = lambda _: True,
-) -> _Fitting:
+def _fastest_to_run(fitting: Sequence[Fitting], starting: Starting, gain: float = SAME_SPEED) -> Fitting:
     """The simplest of those that the estimate can't tell from the fastest; of a moved job all of them such that the
-    command starts it as it was priced. `fits`: asked of what is taken to fit. InputError: none."""
-    refusals: list[InputError] = []
-
-    def runs(item: _Fitting) -> bool:
-        return _starts(item, moved, refusals) and fits(item)
-
+    command starts it as it was priced. InputError: none."""
     by_time = sorted(fitting, key=lambda one: one.seconds)
-    first = next(filter(runs, by_time), None)
+    first = starting.first_of(by_time)
     if first is None:
-        name = moved.own.name if moved else ""
-        raise refusals[0] if refusals else InputError(f"{name}: no layout runs as it was priced")
+        raise starting.refusal()
     slower = by_time[by_time.index(first) :]
     near = as_fast_simplest_first(slower, lambda item: item.seconds, lambda item: item.parallelism, gain)
-    return next(item for item in near if item is first or runs(item))
-
-
-def _starts(item: _Fitting, moved: Moved | None, refusals: list[InputError]) -> bool:
-    """Whether the command starts a moved job with the micro-batches that were priced; why not is added."""
-    if moved is None:
-        return True
-    layout = item.layout
-    try:
-        runs = resolve(moved.with_layout(_layout_words(item.parallelism, layout.micro_batch, layout.recompute)))
-    except InputError as error:
-        refusals.append(error)
-        return False
-    return runs.gradient_accumulation_steps == layout.num_micro_batches
+    return next(item for item in near if item is first or starting.starts(item))
 
 
 def _ranked(options: Sequence[Option], limit: float, budget: float | None) -> list[Option]:
@@ -673,7 +494,7 @@ def _overrides(moved: Moved, chosen: Option, limit: float) -> tuple[str, ...]:
     item, compute = chosen.configuration, moved.own.compute
     found = [
         *moved.overrides,
-        *_layout_words(item.parallelism, item.micro_batch_size, item.activation_checkpointing),
+        *layout_words(item.parallelism, item.micro_batch_size, item.activation_checkpointing),
     ]
     hours = min(limit, MOST_HOURS)
     if hours > compute.max_hours:
@@ -681,26 +502,3 @@ def _overrides(moved: Moved, chosen: Option, limit: float) -> tuple[str, ...]:
         if compute.max_wait_hours is not None and compute.max_wait_hours < hours:
             found.append(f"compute.max_wait_hours={hours:.10g}")
     return tuple(found)
-
-
-def _layout_words(parallelism: ParallelismSpec, micro_batch: int, recompute: Recompute) -> tuple[str, ...]:
-    default = ParallelismSpec()
-    stated = {
-        name: value
-        for name, value in parallelism.model_dump(mode="json").items()
-        if value != getattr(default, name) and name not in ("fsdp", "zero", "deepspeed")
-    }
-    if parallelism.zero != default.zero:
-        stated["zero"] = {"offload_parameters": parallelism.zero.offload_parameters}
-    words = ", ".join(f"{name}: {_yaml(value)}" for name, value in stated.items())
-    return (
-        f"parallelism={{{words}}}",
-        f"training.micro_batch_size={micro_batch}",
-        f"training.activation_checkpointing={recompute}",
-    )
-
-
-def _yaml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_yaml(item)}" for name, item in value.items()) + "}"
-    return str(value)

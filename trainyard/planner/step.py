@@ -97,19 +97,15 @@ def combined(
     # The slowest stage sets the rhythm of a full pipeline.
     slowest = max((item for item, _ in passes), key=lambda item: item.occupied + item.sharding)
     count = layout.num_micro_batches
-    hides = _data_overlap(layout, constants)
     sharding = 0.0
     if not layout.gathers_once:
-        # Without overlap, DeepSpeed's gatherings and reductions lie on the stream that computes.
-        waits = layout.engine == "deepspeed" and not layout.zero_sizes.overlaps
-        beside = 0.0 if waits else hides * slowest.compute
-        sharding = _beyond(slowest.sharding, beside, constants.sharding_exposed) * count
+        sharding = sharding_beyond(slowest.sharding, slowest.compute, layout, constants) * count
     rhythm = slowest.occupied + sharding / count
     # A pipeline fills and drains through the other stages, of which most have no head.
     filling = max(item.occupied for item, has_head in passes if layout.pipeline == 1 or not has_head)
     filling += sharding / count
     bubble = bubble_passes(layout) * filling
-    lost = constants.jitter_per_doubling * math.log2(max(1.0, layout.world_size / links.gpus_per_node))
+    lost = jitter(layout, links, constants)
     exposed = _exposed_once(once, slowest, layout, constants)
     return StepTime(
         forward=slowest.forward * count,
@@ -123,6 +119,14 @@ def combined(
         bubble=bubble,
         optimizer=once.optimizer,
     )
+
+
+def sharding_beyond(sharding: float, compute: float, layout: Layout, constants: Constants) -> float:
+    """Of what a pass gathers and scatters, the seconds that stand alone beside so many of computing."""
+    # Without overlap, DeepSpeed's gatherings and reductions lie on the stream that computes.
+    waits = layout.engine == "deepspeed" and not layout.zero_sizes.overlaps
+    hidden = 0.0 if waits else _data_overlap(layout, constants) * compute
+    return _beyond(sharding, hidden, constants.sharding_exposed)
 
 
 def _exposed_once(once: OnceAStep, slowest: Pass, layout: Layout, constants: Constants) -> float:
@@ -148,6 +152,11 @@ def _data_overlap(layout: Layout, constants: Constants) -> float:
 def _beyond(seconds: float, hidden: float, least: float) -> float:
     """Of traffic of gradients or parameters, what stands alone if computing hides so much: at least a share."""
     return max(least * seconds, seconds - hidden)
+
+
+def jitter(layout: Layout, links: Fabric, constants: Constants) -> float:
+    """Share of a step's passes that is lost by waiting for the slowest of many nodes."""
+    return constants.jitter_per_doubling * math.log2(max(1.0, layout.world_size / links.gpus_per_node))
 
 
 def bubble_passes(layout: Layout) -> float:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from trainyard.hardware import Gpu
 from trainyard.planner.adapters import reads_last_product
@@ -31,7 +32,7 @@ from trainyard.planner.exchanges import (
     tensor_seconds,
     waited_share,
 )
-from trainyard.planner.launches import queued
+from trainyard.planner.launches import kernel_seconds, queued
 from trainyard.planner.layer_launches import LayerLaunches
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES
@@ -39,8 +40,8 @@ from trainyard.planner.once import once
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_attention import Compression
-from trainyard.planner.stages import Stage, stage_params, stages
-from trainyard.planner.step import OnceAStep, Pass, StepTime, combined
+from trainyard.planner.stages import Stage, num_stages, stage_params, stages
+from trainyard.planner.step import OnceAStep, Pass, StepTime, bubble_passes, combined, jitter, sharding_beyond
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
 from trainyard.planner.trainer_layers import DELTA_CHUNK, WIDEST_SHARED_HEAD, TrainerLayers, layers_of
 from trainyard.planner.trainer_products import Product, attention_products, block_products
@@ -99,6 +100,40 @@ def step_time(
     return combined(passes, once, layout, links, constants)
 
 
+def least_step_seconds(
+    shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants = DEFAULT_CONSTANTS
+) -> float:
+    """No more than `step_time`'s total, for a small part of its work: what a pipeline's rank with the fewest layers
+    computes and moves for them, without a pipeline the head too, and what it waits for of other ranks in each pass. A
+    search asks for the rest where this is short enough."""
+    each = _layer_times(shape, layout.of_layers(), device, constants)
+    parts = num_stages(layout)
+    layers = shape.layers // (layout.pipeline * parts) * parts
+    ways = [layers * each.forward, layers * (each.backward + each.again)]
+    if layout.library == "trainyard":
+        weights = Unfused(shape, layout).weights(layers * each.params)
+        ways = [
+            way + moved * weight_passes(layout) / each.bytes_per_second
+            for way, moved in zip(ways, weights, strict=True)
+        ]
+    if layout.pipeline == 1:
+        ways = [way + (1 + shape.mtp_layers) * head for way, head in zip(ways, each.head, strict=True)]
+    compute = sum(max(way, layers * launching) for way, launching in zip(ways, each.launching, strict=True))
+    stage = Stage(layers, embedding=False, head=False, in_flight=0.0)
+    rhythm = compute + tensor_seconds(shape, layout, stage, links) * tensor_exposed(layout, constants)
+    if layout.context * layout.expert > 1:
+        rhythm += _Rank(shape, layout, device, links, constants).exchanged_seconds(stage)
+    if not layout.gathers_once:
+        # However much more is computed behind which it hides, it takes no less time together.
+        rhythm += sharding_beyond(sharding_seconds(shape, layout, stage, links), compute, layout, constants)
+    return rhythm * (layout.num_micro_batches + bubble_passes(layout)) * (1 + jitter(layout, links, constants))
+
+
+def weight_passes(layout: Layout) -> float:
+    """How often our own trainer's weights are gathered or cast for each micro-batch."""
+    return 1 / layout.num_micro_batches if layout.gathers_once else 1.0
+
+
 SPREAD_DENSE = 1.2
 """Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: it holds well over 80% of
 the rows of sources that a fit has not seen, as pages that nobody had looked at are farther off than those
@@ -130,6 +165,56 @@ def time_spread(shape: ModelShape, layout: Layout, device: Gpu) -> float:
     return SPREAD_NEW if recent else SPREAD_DENSE
 
 
+@dataclass(frozen=True)
+class _LayerTimes:
+    """Seconds of one micro-batch on a rank."""
+
+    forward: float
+    """Of a layer, the mean one."""
+    backward: float
+    again: float
+    head: tuple[float, float]
+    """Output projection and loss, forward and backward."""
+    launching: tuple[float, float]
+    """Of a layer, where the host runs ahead of the GPU through a pass: what it takes for that, forward and backward."""
+    params: float
+    """At least so many of a rank's layer."""
+    bytes_per_second: float
+
+
+@lru_cache(maxsize=4096)
+def _layer_times(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> _LayerTimes:
+    """Of a layout as layers know it (`Layout.of_layers`): a search asks for few of these, and for each often."""
+    # Links have no part in what a layer computes.
+    rank = _Rank(shape, layout, device, Fabric(1, 1.0, 1.0, EFA), constants)
+    frozen = layout.method != "full"
+    total = sum(count for count, _, _ in rank.layers)
+    forward = backward = again = 0.0
+    for count, work, each in rank.layers:
+        share, launch = count / total, 0.0 if rank.is_queued else each
+        forward += share * max(work.forward, launch)
+        backward += share * max(work.backward(frozen=frozen), launch)
+        again += share * rank.recomputed(work, launch)
+    return _LayerTimes(
+        forward,
+        backward,
+        again + rank.modules_again(),
+        rank.head_seconds(frozen=frozen),
+        rank.launching_layer() if rank.is_queued else (0.0, 0.0),
+        stage_params(shape, layout, Stage(1, embedding=False, head=False, in_flight=0.0)).total,
+        rank.bytes_per_second,
+    )
+
+
+def tensor_exposed(layout: Layout, constants: Constants) -> float:
+    """Share of the tensor ranks' collectives that stands alone: all of it where each is waited for."""
+    if layout.year < EARLY:
+        return 1.0
+    # nanotron's tensor parallelism is its own, of torch's collectives.
+    overlapped = layout.engine == "megatron" and layout.library != "nanotron"
+    return constants.tensor_exposed_megatron if overlapped else constants.tensor_exposed_torch
+
+
 class _Rank(Operators):
     """Times of the operators of one rank for one micro-batch."""
 
@@ -142,24 +227,17 @@ class _Rank(Operators):
         """One micro-batch through a stage."""
         shape, layout, constants = self.shape, self.layout, self.constants
         frozen = layout.method != "full"
-        kinds = self.layers
-        total = sum(count for count, _, _ in kinds)
-        forward = backward = again = 0.0
-        least = 0.0 if self._is_queued else constants.launch_seconds
-        for count, work, each in kinds:
-            share, launch = stage.layers * count / total, 0.0 if self._is_queued else each
-            forward += share * max(work.forward, launch)
-            backward += share * max(work.backward(frozen=frozen), launch)
-            again += share * self._recomputed(work, launch)
+        each = _layer_times(shape, layout.of_layers(), self.device, constants)
+        forward, backward, again = (stage.layers * part for part in (each.forward, each.backward, each.again))
+        least = 0.0 if self.is_queued else constants.launch_seconds
         for count, work in self._beside(stage):
             forward += count * max(work.forward, least)
             backward += count * max(work.backward(frozen=frozen), least)
-            again += count * self._recomputed(work, least)
-        again += stage.layers * self._modules_again()
+            again += count * self.recomputed(work, least)
         if layout.library == "trainyard":  # compiled or not: blocks alone are compiled
             held = stage_params(shape, layout, stage).total
             for_weights = self._unfused.weights(held)
-            times = 1 / layout.num_micro_batches if layout.gathers_once else 1.0
+            times = weight_passes(layout)
             forward += times * for_weights[0] / self.bytes_per_second
             backward += times * for_weights[1] / self.bytes_per_second
             if stage.embedding and not frozen:
@@ -171,10 +249,9 @@ class _Rank(Operators):
             again += max(0.0, moved - forward) + max(0.0, moved - backward - again)
         heads = (1 + shape.mtp_layers) * stage.head
         if heads:
-            head = self._head_seconds(frozen=frozen)
-            forward += heads * max(head[0], least)
-            backward += heads * (max(head[1], least) if head[1] else 0.0)
-        if self._is_queued:
+            forward += heads * max(each.head[0], least)
+            backward += heads * (max(each.head[1], least) if each.head[1] else 0.0)
+        if self.is_queued:
             launches = self._launches.stage(stage)
             (forward,) = queued([forward], launches[:1], constants)
             backward, again = queued([backward, again], launches[1:], constants)
@@ -182,17 +259,24 @@ class _Rank(Operators):
             forward=forward,
             backward=backward,
             recompute=again,
-            tensor=tensor_seconds(shape, layout, stage, self.links) * self._tensor_exposed() + self._gathering(stage),
+            tensor=tensor_seconds(shape, layout, stage, self.links) * tensor_exposed(layout, constants)
+            + self._gathering(stage),
             expert=self._expert_exposed(stage),
             context=self._context_seconds(stage),
             sharding=sharding_seconds(shape, layout, stage, self.links),
         )
 
     @property
-    def _is_queued(self) -> bool:
+    def is_queued(self) -> bool:
         """Our own trainer's kernels are counted (`layer_launches`): the host runs ahead of the GPU through a pass. Of
         others' loops, and compiled blocks, a layer is the least that either can be late by."""
         return self.layout.library == "trainyard" and self.layout.unfused
+
+    def launching_layer(self) -> tuple[float, float]:
+        """Seconds of the host's for the mean layer's kernels, forward and backward, what is done again included."""
+        forward, backward, again = (number / self.shape.layers for number in self._launches.all_layers())
+        each = kernel_seconds(self.constants)
+        return forward * each, (backward + again) * each
 
     @once
     def _trainer_layers(self) -> TrainerLayers:
@@ -205,14 +289,6 @@ class _Rank(Operators):
     @once
     def _launches(self) -> LayerLaunches:
         return LayerLaunches(self.shape, self.layout)
-
-    def _tensor_exposed(self) -> float:
-        """Share of the tensor ranks' collectives that stands alone: all of it where each is waited for."""
-        if self.layout.year < EARLY:
-            return 1.0
-        # nanotron's tensor parallelism is its own, of torch's collectives.
-        overlapped = self.layout.engine == "megatron" and self.layout.library != "nanotron"
-        return self.constants.tensor_exposed_megatron if overlapped else self.constants.tensor_exposed_torch
 
     def _gathering(self, stage: Stage) -> float:
         """Of the logits, where each tensor rank has them whole: for the loss, which waits for it. Backward each takes
@@ -237,6 +313,10 @@ class _Rank(Operators):
             product = self.product(self.tokens, shape.hidden, 2 * shape.hidden / layout.tensor)
             joined = _Work(product, 0.0, 0.0, gradients=self._as_long(product))
             yield shape.mtp_layers, _sum(joined, _sum(self._attention(), block))
+
+    def exchanged_seconds(self, stage: Stage) -> float:
+        """What ranks of contexts and experts send each other in a pass, and wait for."""
+        return self._expert_exposed(stage) + self._context_seconds(stage)
 
     def _expert_exposed(self, stage: Stage) -> float:
         """Of the experts' exchange, what stands alone.
@@ -311,7 +391,7 @@ class _Rank(Operators):
         stops = not (is_narrow or reads_last_product(shape, layout))
         return stops and self._has_torchs_checkpoints and layout.year >= EARLY
 
-    def _modules_again(self) -> float:
+    def modules_again(self) -> float:
         """Seconds a layer (the mean one) of blocks that Megatron's selection makes again, beside attention's core. What
         is element-wise alone (norms, activations) is left out."""
         shape, layout, seconds = self.shape, self.layout, 0.0
@@ -325,7 +405,8 @@ class _Rank(Operators):
             seconds += shape.num_attentions * self._latent_up_products()
         return seconds / shape.layers
 
-    def _recomputed(self, work: _Work, launch: float) -> float:
+    def recomputed(self, work: _Work, launch: float) -> float:
+        """Seconds of a layer's work that is done again backward."""
         if self.layout.recompute == "full":
             return max(work.forward - (work.last if self._stops_before_last else 0.0), launch)
         if self.layout.recompute == "none":
@@ -436,7 +517,7 @@ class _Rank(Operators):
         else:
             products = self.product(self.tokens, width / split, shape.hidden)
         last, gradients = self.product(self.tokens, shape.hidden, shape.value_dim / split), 0.0
-        if self._is_queued:
+        if self.is_queued:
             products, gradients = self._one_by_one(attention_products(shape, split))
             products -= last
         around = 6 * self._stream + 3 * width / split
@@ -489,7 +570,7 @@ class _Rank(Operators):
 
     def _as_long(self, product: float) -> float:
         """Seconds of a product's gradients where each takes as long as it does; 0 where no gradients are reckoned."""
-        return product * (1.0 if self.layout.method != "full" else 2.0) * self._is_queued
+        return product * (1.0 if self.layout.method != "full" else 2.0) * self.is_queued
 
     def _one_by_one(self, products: Iterable[Product]) -> tuple[float, float]:
         """Seconds of a layer's products on a rank's tokens, forward and backward."""
@@ -570,7 +651,7 @@ class _Rank(Operators):
         inputs = 2 if shape.gated_mlp else 1
         products = self.product(self.tokens, inputs * width / split, shape.hidden)
         last, gradients = self.product(self.tokens, shape.hidden, width / split), 0.0
-        if self._is_queued:
+        if self.is_queued:
             products, gradients = self._one_by_one(block_products(shape, width, split))
             products -= last
         around = 6 * self._stream + (inputs + 1) * width / split
@@ -625,7 +706,7 @@ class _Rank(Operators):
         router = self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
         shared = self._mlp(shape.shared_ffn)
         moved = [each / self.bytes_per_second for each in self._unfused.routed(copies)]
-        if not self._is_queued:  # compiled: what puts copies in order moves as much
+        if not self.is_queued:  # compiled: what puts copies in order moves as much
             return _Work(products + router + shared.products, 0.0, moved[0] + shared.elementwise)
         return _Work(
             products + router + shared.products,
@@ -666,7 +747,7 @@ class _Rank(Operators):
         gradients = self._as_long(products + last)
         return _Work(products + last, scores, around + rule, last=last, unpacked=unpacked, gradients=gradients)
 
-    def _head_seconds(self, *, frozen: bool) -> tuple[float, float]:
+    def head_seconds(self, *, frozen: bool) -> tuple[float, float]:
         """The output projection and the loss, forward and backward; our own trainer's, made in the head, has its
         gradient at once."""
         shape, layout = self.shape, self.layout

@@ -968,7 +968,12 @@ class TrainerLayers:
         return self.is_frozen and not names.isdisjoint(self.layout.lora_targets)
 
 
-@lru_cache(maxsize=64)
 def layers_of(shape: ModelShape, layout: Layout) -> TrainerLayers:
-    """The same for every part of an estimate: its memory's moments, its times and its launches ask for the same."""
+    """The same for every part of an estimate, and for all layouts whose layers are the same: its memory's moments, its
+    times and its launches ask for the same."""
+    return _layers_of(shape, layout.of_layers())
+
+
+@lru_cache(maxsize=1024)
+def _layers_of(shape: ModelShape, layout: Layout) -> TrainerLayers:
     return TrainerLayers(shape, layout)

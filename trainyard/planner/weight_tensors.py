@@ -4,7 +4,8 @@ Experts of a layer are two stacks (gate and up lie together), adapters two thin 
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from trainyard.planner.adapters import ATTENTION_OUTPUTS, MLP_INPUTS, MLP_OUTPUTS
 from trainyard.planner.layout import Layout
@@ -35,7 +36,12 @@ class WeightTensors:
 
 
 def weight_tensors(shape: ModelShape, layout: Layout, stage: Stage) -> WeightTensors:
-    """Those that the job trains."""
+    """Those that the job trains; nobody adds to what is returned."""
+    return _weight_tensors(shape, layout.of_layers(), replace(stage, in_flight=0.0))
+
+
+@lru_cache(maxsize=256)
+def _weight_tensors(shape: ModelShape, layout: Layout, stage: Stage) -> WeightTensors:
     found, share = WeightTensors(), stage.layers / shape.layers
     if layout.method != "full":
         _add_adapters(found, shape, layout, stage)
