@@ -139,7 +139,7 @@ def test_what_is_passed_over_would_not_have_been_chosen_nor_shown(
     assert found.options == same.options and found.overrides == same.overrides and found.notes == same.notes
     assert [item for item in found.alternatives if item.fits] == [item for item in same.alternatives if item.fits]
     assert found.num_layouts == same.num_layouts
-    assert found.num_estimates < same.num_estimates / 2, "else little was passed over"
+    assert found.num_estimates < same.num_estimates / 1.5, "else little was passed over"
 
 
 @pytest.mark.parametrize("adapter", ["qlora", None])

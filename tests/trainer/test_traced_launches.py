@@ -238,7 +238,7 @@ def test_ranks_of_context_share_attentions_scores_evenly() -> None:
         there = layout_of_resolved(job, resolved)
         alone = trace(resolved, 0)
         alone["work"] |= {"products": [], "moved_bytes": {"forward": 0}, "kernels": {"forward": 0}}
-        seconds.append(_Traced(there, gpu("H100"), DEFAULT_CONSTANTS).phase_seconds(alone, "forward"))
+        seconds.append(_Traced([alone], there, gpu("H100"), DEFAULT_CONSTANTS).phase_seconds(alone, "forward"))
     assert seconds[1] == pytest.approx(seconds[0] / 2, rel=0.02)
 
 

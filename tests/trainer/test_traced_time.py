@@ -26,6 +26,7 @@ from trainyard.planner.formulas import formulas_of
 from trainyard.planner.muon import muon_flops
 from trainyard.planner.optimizer_updates import update_moved_bytes
 from trainyard.planner.reading import layout_of_resolved, shape_of
+from trainyard.planner.timing import step_time
 from trainyard.planner.traced import active_params, traced_flops, traced_step
 from trainyard.planner.traced_plan import formulas_of_traces, ranks_to_trace
 from trainyard.spec.job import JobSpec
@@ -272,6 +273,88 @@ def test_one_stage_of_a_pipeline_has_the_head(layout: dict[str, Any]) -> None:
     length = job.data.sequence_length
     assert found == pytest.approx(shape.flops_per_token(length) * 32 * length, rel=0.02)
     assert all(each["work"]["kernels"]["recompute"] == 0 for each in traces)
+
+
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ({"pipeline": 2}, "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"pipeline": 2}, "fp32"),
+                ({"pipeline": 2, "data_replicate": 2}, "bf16"),
+                ({"pipeline": 2, "data_shard": 2}, "bf16"),
+                ({"pipeline": 2, "tensor": 2}, "bf16"),
+                ({"tensor": 2}, "bf16"),
+                ({"tensor": 2, "data_replicate": 2}, "bf16"),
+                ({"tensor": 2, "data_replicate": 2}, "fp32"),
+                ({"tensor": 2, "data_shard": 2}, "bf16"),
+                ({"context": 2}, "bf16"),
+            )
+        ),
+    ],
+)
+def test_weights_and_sums_of_gradients_count_as_often_as_they_move(
+    layout: dict[str, int], precision: str, number: int
+) -> None:
+    """In a pipeline weights are gathered once a step, and gradients summed where they are; elsewhere in each pass. Of
+    one sequence a micro-batch they are up to half of a pass."""
+    ranks = math.prod(layout.values())
+    replicas = layout.get("data_shard", 1) * layout.get("data_replicate", 1)
+    asked = {"micro_batch_size": 1, "global_batch_size": number * replicas, "precision": precision}
+    job = wide_job("llama", layout, **asked)
+    resolved, shape = planner.resolve(job, world_size=ranks), shape_of(job)
+    there, stages = layout_of_resolved(job, resolved), layout.get("pipeline", 1)
+    assert shape is not None
+    traces = [trace(resolved, rank * (ranks // stages)) for rank in range(stages)]
+    counted = traced_step(traces, resolved.parallelism, there, gpu("H100"), LINKS)
+    reckoned = step_time(shape, there, gpu("H100"), LINKS)
+    assert reckoned.total == pytest.approx(counted.total, rel=0.06)
+    assert reckoned.forward + reckoned.backward == pytest.approx(counted.forward + counted.backward, rel=0.06)
+
+
+GEMMA = {
+    **{"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    **{"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+    **{"intermediate_size": 8192, "vocab_size": 32000, "hidden_size_per_layer_input": 0, "num_hidden_layers": 10},
+    **{"layer_types": [*["sliding_attention"] * 6, *["full_attention"] * 4], "pad_token_id": 0},
+}
+DEEPSEEK = {
+    **{"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12288},
+    **{"moe_intermediate_size": 1024, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    **{"first_k_dense_replace": 2, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64},
+    **{"qk_rope_head_dim": 32, "v_head_dim": 64, "vocab_size": 32000, "num_hidden_layers": 6},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model", "pipeline"),
+    [
+        ("llama", {**WIDE, "num_hidden_layers": 5}, 2),
+        pytest.param("llama", {**WIDE, "num_hidden_layers": 6}, 4, marks=pytest.mark.slow),
+        pytest.param("gemma4_text", GEMMA, 4, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", DEEPSEEK, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipelines_stages_take_what_their_own_layers_do(
+    model_type: str, model: dict[str, Any], pipeline: int
+) -> None:
+    """Of which some have a layer more, or others than the next, and all are traced."""
+    asked = {"micro_batch_size": 4, "global_batch_size": 32, "activation_checkpointing": "full"}
+    job = dry_run_cases().few_layers({"pipeline": pipeline}, {"model_type": model_type, **model}, **asked)
+    resolved, shape = planner.resolve(job, world_size=pipeline), shape_of(job)
+    layout = layout_of_resolved(job, resolved)
+    assert shape is not None
+    traces = [trace(resolved, rank) for rank in range(pipeline)]
+    counted = traced_step(traces, resolved.parallelism, layout, gpu("H100"), LINKS)
+    reckoned = step_time(shape, layout, gpu("H100"), LINKS)
+    assert reckoned.total == pytest.approx(counted.total, rel=0.05)
+    assert reckoned.bubble == pytest.approx(counted.bubble, rel=0.08)
+    longest = max(counted.forward, counted.backward + counted.recompute) * 0.05
+    for one, other in zip((reckoned.forward, reckoned.backward), (counted.forward, counted.backward), strict=True):
+        assert one == pytest.approx(other, abs=longest)
 
 
 APERTUS = {

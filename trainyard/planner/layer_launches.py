@@ -70,11 +70,14 @@ for each of these ranks, backward."""
 DELTA_KERNELS = 9
 """Of a chunk of a gated delta rule, which transformers' torch code goes through one by one, either way."""
 
-OF_UNIT: Kernels = (2, 3)
-"""Of what FSDP gathers at once."""
+OF_UNIT: Kernels = (2, 1)
+"""Of what FSDP gathers at once, and sends of its gradients."""
 
-OF_UNCUT: Kernels = (2, 3)
-"""Of each weight that it has whole, of one rank, beside other axes: narrowed, and copied. Frozen ones are copied."""
+OF_UNCUT: Kernels = (2, 2)
+"""Of each weight that it has whole, of one rank, beside other axes: narrowed, and copied."""
+
+OF_PIPELINES_UNIT, OF_PIPELINES_UNCUT, OF_FROZEN_UNCUT = 4, 2, 1
+"""In a pipeline, once a step: of both; and of a frozen weight that it has whole."""
 
 EMBEDDED: Kernels = (14, 3)
 """Of a micro-batch's ends beside the loss: positions, their angles, the embedding, the last norm."""
@@ -240,16 +243,25 @@ class LayerLaunches:
 
     def _weights(self, stage: Stage) -> Kernels:
         """What is gathered, and gradients that are added to those of earlier micro-batches, or to DDP's buckets."""
-        layout = self.layout
-        if layout.zero_stage == 3 and layout.shard_degree > 1:
-            units = 1 if layout.gathers_once else layout.num_micro_batches
-            return times((stage.layers + 1) * units / layout.num_micro_batches, OF_UNIT)
-        if layout.is_grid:
-            whole = layout if layout.method == "full" else replace(layout, method="full")
-            all_of_them = weight_tensors(self.shape, whole, stage).count
-            return times(all_of_them, (1, 1) if self._layers.is_frozen else OF_UNCUT)
-        adds = 1 if layout.data_parallel > 1 else 1 - 1 / layout.num_micro_batches
-        return 0.0, adds * weight_tensors(self.shape, layout, stage).count
+        layout, is_trained = self.layout, self.layout.method == "full"
+        trained = weight_tensors(self.shape, layout, stage).count
+        earlier = 1 - 1 / layout.num_micro_batches
+        is_cut = layout.zero_stage == 3 and layout.shard_degree > 1
+        if not (is_cut or layout.is_grid):
+            return 0.0, trained * (1 if layout.data_parallel > 1 else earlier)
+        units = stage.layers + 1
+        whole = layout if is_trained else replace(layout, method="full")
+        uncut = 0.0 if is_cut else weight_tensors(self.shape, whole, stage).count
+        if layout.pipeline > 1:
+            each = OF_PIPELINES_UNCUT if is_trained else OF_FROZEN_UNCUT
+            once = OF_PIPELINES_UNIT * units + each * uncut
+            # A first gradient of 16 bits is widened.
+            sums = trained * is_trained * (earlier if layout.element_bytes >= 4 else 1)
+            return once / layout.num_micro_batches, sums
+        # DeepSpeed sums in buckets; where others have copies of a weight, its sums are in what is sent.
+        is_summed = layout.engine == "torch" and (is_cut or layout.data_parallel == 1)
+        of_weights = times(units, OF_UNIT) if is_cut else times(uncut, OF_UNCUT if is_trained else (1, 1))
+        return of_weights[0], of_weights[1] + trained * earlier * is_summed
 
     def _ends(self, stage: Stage) -> Kernels:
         parts = [EMBEDDED] if stage.embedding else [OUTER]

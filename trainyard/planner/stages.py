@@ -34,7 +34,7 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     """Pipeline ranks of which one is the worst: of other frameworks the first and the last, of our own trainer one of
     each kind, as a later rank may have a layer more than the first, and zero_bubble's first has both ends."""
     if layout.library == "trainyard":
-        return _kinds(shape, layout)
+        return _kinds(shape, layout)[0]
     count = layout.pipeline
     layers = math.ceil(shape.layers / count)
     first = Stage(layers, True, count == 1, micro_batches_in_flight(layout, 0))
@@ -44,19 +44,28 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     return first, Stage(last, False, True, micro_batches_in_flight(layout, count - 1))
 
 
+def num_ranks(shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Of each of `stages`, how many ranks along the pipeline hold the same."""
+    if layout.library == "trainyard":
+        return _kinds(shape, layout)[1]
+    return (1,) if layout.pipeline == 1 else (layout.pipeline - 1, 1)
+
+
 @lru_cache(maxsize=64)
-def _kinds(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
-    """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight.
+def _kinds(shape: ModelShape, layout: Layout) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight,
+    and how many they are.
 
     Whatever is reckoned of a layout asks for them; the next layout is another one.
     """
-    found: dict[tuple[object, ...], Stage] = {}
+    found: dict[tuple[object, ...], tuple[Stage, int]] = {}
     for place in range(layout.pipeline):
         stage = stage_at(shape, layout, place)
         kinds = (stage.dense_layers, stage.delta_layers, stage.wide)
         held = (stage.layers, *kinds, stage.embedding, stage.head)
-        found.setdefault(held, stage)
-    return tuple(found.values())
+        first, number = found.get(held, (stage, 0))
+        found[held] = first, number + 1
+    return tuple(stage for stage, _ in found.values()), tuple(number for _, number in found.values())
 
 
 def micro_batches_in_flight(layout: Layout, rank: int) -> float:

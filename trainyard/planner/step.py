@@ -91,9 +91,9 @@ class OnceAStep:
 
 
 def combined(
-    passes: Sequence[tuple[Pass, bool]], once: OnceAStep, layout: Layout, links: Fabric, constants: Constants
+    passes: Sequence[tuple[Pass, int]], once: OnceAStep, layout: Layout, links: Fabric, constants: Constants
 ) -> StepTime:
-    """One optimizer step, of a micro-batch's pass through each kind of pipeline rank and whether that has the head."""
+    """One optimizer step, of a micro-batch's pass through each kind of pipeline rank and the number of these."""
     # The slowest stage sets the rhythm of a full pipeline.
     slowest = max((item for item, _ in passes), key=lambda item: item.occupied + item.sharding)
     count = layout.num_micro_batches
@@ -101,10 +101,11 @@ def combined(
     if not layout.gathers_once:
         sharding = sharding_beyond(slowest.sharding, slowest.compute, layout, constants) * count
     rhythm = slowest.occupied + sharding / count
-    # A pipeline fills and drains through the other stages, of which most have no head.
-    filling = max(item.occupied for item, has_head in passes if layout.pipeline == 1 or not has_head)
-    filling += sharding / count
-    bubble = bubble_passes(layout) * filling
+    bubble = 0.0
+    if layout.pipeline > 1:
+        # A pipeline fills and drains through the other stages.
+        others = sum(number * item.occupied for item, number in passes) - slowest.occupied
+        bubble = bubble_passes(layout) * (others / (layout.pipeline - 1) + sharding / count)
     lost = jitter(layout, links, constants)
     exposed = _exposed_once(once, slowest, layout, constants)
     return StepTime(

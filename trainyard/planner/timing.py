@@ -40,7 +40,7 @@ from trainyard.planner.once import once
 from trainyard.planner.operators import Operators
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_attention import Compression
-from trainyard.planner.stages import Stage, num_stages, stage_params, stages
+from trainyard.planner.stages import Stage, num_ranks, num_stages, part_of, stage_params, stages
 from trainyard.planner.step import OnceAStep, Pass, StepTime, bubble_passes, combined, jitter, sharding_beyond
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS, EARLY, Constants
 from trainyard.planner.trainer_layers import DELTA_CHUNK, WIDEST_SHARED_HEAD, TrainerLayers, layers_of
@@ -87,8 +87,10 @@ def step_time(
     shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants = DEFAULT_CONSTANTS
 ) -> StepTime:
     """One optimizer step of the layout on nodes of that GPU."""
-    rank = _Rank(shape, layout, device, links, constants)
-    passes = [(rank.one_pass(stage), stage.head) for stage in stages(shape, layout)]
+    passes = [
+        (_Rank(part_of(shape, layout, stage), layout, device, links, constants).one_pass(stage), number)
+        for stage, number in zip(stages(shape, layout), num_ranks(shape, layout), strict=True)
+    ]
     gradients, parameters = replica_seconds(shape, layout, links)
     once = OnceAStep(
         gradients=gradients,
@@ -112,10 +114,7 @@ def least_step_seconds(
     ways = [layers * each.forward, layers * (each.backward + each.again)]
     if layout.library == "trainyard":
         weights = Unfused(shape, layout).weights(layers * each.params)
-        ways = [
-            way + moved * weight_passes(layout) / each.bytes_per_second
-            for way, moved in zip(ways, weights, strict=True)
-        ]
+        ways = [way + moved / each.bytes_per_second for way, moved in zip(ways, weights, strict=True)]
     if layout.pipeline == 1:
         ways = [way + (1 + shape.mtp_layers) * head for way, head in zip(ways, each.head, strict=True)]
     compute = sum(max(way, layers * launching) for way, launching in zip(ways, each.launching, strict=True))
@@ -127,11 +126,6 @@ def least_step_seconds(
         # However much more is computed behind which it hides, it takes no less time together.
         rhythm += sharding_beyond(sharding_seconds(shape, layout, stage, links), compute, layout, constants)
     return rhythm * (layout.num_micro_batches + bubble_passes(layout)) * (1 + jitter(layout, links, constants))
-
-
-def weight_passes(layout: Layout) -> float:
-    """How often our own trainer's weights are gathered or cast for each micro-batch."""
-    return 1 / layout.num_micro_batches if layout.gathers_once else 1.0
 
 
 SPREAD_DENSE = 1.2
@@ -237,9 +231,8 @@ class _Rank(Operators):
         if layout.library == "trainyard":  # compiled or not: blocks alone are compiled
             held = stage_params(shape, layout, stage).total
             for_weights = self._unfused.weights(held)
-            times = weight_passes(layout)
-            forward += times * for_weights[0] / self.bytes_per_second
-            backward += times * for_weights[1] / self.bytes_per_second
+            forward += for_weights[0] / self.bytes_per_second
+            backward += for_weights[1] / self.bytes_per_second
             if stage.embedding and not frozen:
                 rows = shape.vocab * shape.hidden / self._head_split
                 backward += self._unfused.embedding_gradient(rows) / self.bytes_per_second

@@ -79,11 +79,16 @@ def traced_step(
     links: Fabric,
     constants: Constants = DEFAULT_CONSTANTS,
 ) -> StepTime:
-    """One optimizer step, by the traces of ranks of all kinds along the pipeline, the first one's before the last's."""
-    operators = _Traced(layout, device, constants)
+    """One optimizer step, by the traces of all ranks along the pipeline, or of its first and its last one, in that
+    order."""
+    operators = _Traced(traces, layout, device, constants)
     said = [_messages(trace, parallelism, links, layout) for trace in traces]
+    with_head = _place_of_head(len(traces), layout)
     passes = [
-        (operators.one_pass(trace, messages), len(traces) > 1 and index == _place_of_head(len(traces), layout))
+        (
+            operators.one_pass(trace, messages),
+            1 if index == with_head or len(traces) == layout.pipeline else layout.pipeline - 1,
+        )
         for index, (trace, messages) in enumerate(zip(traces, said, strict=True))
     ]
     # Of a pipeline's sends those stand alone that fill and drain it, and a share of further stages'.
@@ -155,7 +160,13 @@ def _flops(trace: Trace) -> float:
 
 
 class _Traced(Operators):
-    """What a trace counted, in seconds of a GPU."""
+    """What traces counted, in seconds of a GPU."""
+
+    def __init__(self, traces: Sequence[Trace], layout: Layout, device: Gpu, constants: Constants) -> None:
+        super().__init__(layout, device, constants)
+        widths = {each["head_dim"] for trace in traces for each in trace["work"]["attention"]}
+        # Of the model: a pipeline's stage may have those of one alone.
+        self._has_widths = len(widths) > 1
 
     def one_pass(self, trace: Trace, messages: _Messages) -> Pass:
         """A micro-batch's share of the step; what is sent once a step stays whole (`Layout.gathers_once`)."""
@@ -184,20 +195,17 @@ class _Traced(Operators):
         on_gpu: float = sum(
             self._product_seconds(each) * each["count"] for each in work["products"] if each["phase"] == phase
         )
-        has_widths = len({each["head_dim"] for each in work["attention"]}) > 1
         on_gpu += sum(
-            self._attention_seconds(each, has_widths=has_widths) * each["count"]
-            for each in work["attention"]
-            if each["phase"] == phase
+            self._attention_seconds(each) * each["count"] for each in work["attention"] if each["phase"] == phase
         )
         return on_gpu + float(work["moved_bytes"][phase]) / self.bytes_per_second
 
     def _product_seconds(self, each: Mapping[str, Any]) -> float:
         precision = PEAK_PRECISIONS.get(each["dtype"])
-        operators = self
+        operators: Operators = self
         if precision is not None and precision != self.layout.precision:
             wider = dataclasses.replace(self.layout, precision=precision)
-            operators = _Traced(wider, self.device, self.constants)
+            operators = Operators(wider, self.device, self.constants)
         seconds = operators.product(each["rows"], each["columns"], each["depth"], each["groups"])
         if precision == "fp32" and each["phase"] == "optimizer" and operators is not self:
             # Muon's, of a narrower job: by TF32, where there is one.
@@ -207,12 +215,11 @@ class _Traced(Operators):
         is_aligned = all(length * operators.layout.element_bytes % 16 == 0 for length in lengths)
         return seconds if is_aligned else seconds / self.constants.unaligned_speed
 
-    def _attention_seconds(self, each: Mapping[str, Any], *, has_widths: bool) -> float:
-        """`has_widths`: the model's layers have heads of more than one width."""
+    def _attention_seconds(self, each: Mapping[str, Any]) -> float:
         # A dry run tells documents by no mask, having no positions, and windows by one, where a GPU may tell them to a
         # kernel. What the real run has is known.
         masks, has_two_widths = self.layout.masks, each["head_dim"] != each["value_dim"]
-        is_refused = has_two_widths or each["drops"] or has_widths
+        is_refused = has_two_widths or each["drops"] or self._has_widths
         is_masked = masks == "always" or (masks == "documents" and is_refused)
         is_told = each["is_efficient"] and not has_two_widths and masks in ("never", "documents") and not is_masked
         flops = _attention_flops(each)

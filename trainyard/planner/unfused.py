@@ -92,14 +92,17 @@ SUMMED_KEY_PASSES = 2.0
 """More backward, of both, where they are repeated."""
 
 GATHERED_WEIGHT_BYTES, OWN_WEIGHT_BYTES = 4.0, 6.0
-"""Of a weight that FSDP gathers in 16 bits: copied out of the buffer of all; and of a rank's own, narrowed for it."""
+"""Of a weight that FSDP gathers in 16 bits: copied out of the buffer of all; and of a rank's own, narrowed for it where
+it is trained. Of one that no rank shares it does the same, but where it is frozen."""
 
 WIDE_WEIGHT_BYTES, SENT_GRADIENT_BYTES = 8.0, (6.0, 8.0)
 """Of one that it gathers in fp32; and of its gradient, put into a buffer of fp32, by either width."""
 
-COPIED_WEIGHT_BYTES, UNCUT_WEIGHT_BYTES = 4.0, (10.0, 32.0)
-"""Of a weight that FSDP has whole, of one rank, beside other axes: copied where it is frozen; else narrowed and copied,
-backward again, and its gradient put into a buffer, divided, and copied out."""
+OWN_GRADIENT_BYTES, DIVIDED_GRADIENT_BYTES = 8.0, 8.0
+"""Of the gradient of one that no rank shares: copied out of that buffer; and divided, where others have copies."""
+
+WIDENED_GRADIENT_BYTES, ADDED_GRADIENT_BYTES = 6.0, 10.0
+"""Of a gradient of 16 bits in a pipeline, whose sums have 32 until the step's end: the first; and each further one."""
 
 CAST_BYTES, SUMMED_GRADIENT_BYTES = 6.0, 12.0
 """Of an fp32 weight under autocast: cast, and its gradient, too. And of a gradient of fp32 that is added to others:
@@ -219,24 +222,63 @@ class Unfused:
         return moved[0] + wide * norms[0] + around, moved[1] + wide * norms[1] + around
 
     def weights(self, count: float) -> tuple[float, float]:
-        """So many weights of a rank's layer, gathered or cast for each pass."""
-        layout, is_wide = self.layout, self.layout.element_bytes >= 4
-        is_trained = layout.method == "full"
-        earlier = 1 - 1 / layout.num_micro_batches
-        if layout.zero_stage == 3 and layout.shard_degree > 1 and layout.engine == "torch":
-            ranks = layout.shard_degree
-            gathered = WIDE_WEIGHT_BYTES if is_wide else GATHERED_WEIGHT_BYTES + OWN_WEIGHT_BYTES / ranks
-            sent = SENT_GRADIENT_BYTES[is_wide] + earlier * SUMMED_GRADIENT_BYTES / ranks
-            return gathered * count, (gathered * (not layout.keeps_gathered) + is_trained * sent) * count
-        if layout.engine != "torch" or not (is_trained or layout.is_grid):  # frozen weights are narrow already
+        """So many weights of a rank's layer, gathered or cast for each pass (a pipeline's for all passes of a step at
+        once), and their gradients."""
+        layout = self.layout
+        if layout.engine != "torch":
             return 0.0, 0.0
-        if layout.is_grid and not is_trained:
-            return COPIED_WEIGHT_BYTES * count, COPIED_WEIGHT_BYTES * count
-        if layout.is_grid:
-            return UNCUT_WEIGHT_BYTES[0] * count, UNCUT_WEIGHT_BYTES[1] * count
+        earlier = 1 - 1 / layout.num_micro_batches
+        if not layout.is_uncut:
+            forward, backward = (
+                self._of_weight_in_pipeline(earlier) if layout.pipeline > 1 else self._of_weight(earlier)
+            )
+            return forward * count, backward * count
+        if layout.method != "full":  # frozen weights are narrow already
+            return 0.0, 0.0
         cast = CAST_BYTES * self._layers.is_autocast
         summed = SUMMED_GRADIENT_BYTES * (1.0 if layout.data_parallel > 1 else earlier)
         return cast * count, (cast + summed) * count
+
+    def _of_weight(self, earlier: float) -> tuple[float, float]:
+        """Of one that FSDP gathers for each pass; `earlier`: the share of micro-batches that have some before them."""
+        layout = self.layout
+        sent = 0.0
+        if layout.method == "full":
+            sent = SENT_GRADIENT_BYTES[layout.element_bytes >= 4] + self._own_gradient
+            sent += earlier * SUMMED_GRADIENT_BYTES / self._ranks
+        return self._gathered, self._gathered * (not layout.keeps_gathered) + sent
+
+    def _of_weight_in_pipeline(self, earlier: float) -> tuple[float, float]:
+        """Of one that is gathered before a step's passes, and whose gradients are summed where they are until its end:
+        a micro-batch's share of both counted as of the forward pass."""
+        layout, is_wide = self.layout, self.layout.element_bytes >= 4
+        if layout.method != "full":
+            return self._gathered / layout.num_micro_batches, 0.0
+        first, added = (0.0, SUMMED_GRADIENT_BYTES) if is_wide else (WIDENED_GRADIENT_BYTES, ADDED_GRADIENT_BYTES)
+        once = self._gathered + SENT_GRADIENT_BYTES[True] + self._own_gradient
+        return once / layout.num_micro_batches, first + (added - first) * earlier
+
+    @once
+    def _ranks(self) -> int:
+        """That share a weight."""
+        return self.layout.shard_degree if self.layout.zero_stage == 3 else 1
+
+    @once
+    def _gathered(self) -> float:
+        """Bytes of a weight for being gathered once."""
+        layout = self.layout
+        if layout.method != "full":
+            return self._layers.weight_element * GATHERED_WEIGHT_BYTES / 2 * (self._ranks > 1)
+        if layout.element_bytes >= 4:
+            return WIDE_WEIGHT_BYTES
+        return GATHERED_WEIGHT_BYTES + OWN_WEIGHT_BYTES / self._ranks
+
+    @once
+    def _own_gradient(self) -> float:
+        """Bytes of a weight's gradient that no rank has a part of."""
+        if self._ranks > 1:
+            return 0.0
+        return OWN_GRADIENT_BYTES + DIVIDED_GRADIENT_BYTES * (self.layout.data_parallel > 1)
 
     def embedding_gradient(self, weights: float) -> float:
         """Of so many of a rank's rows: it is as large as they are, and is added to the head's where both are one."""
