@@ -8,7 +8,6 @@ import pytest
 from trainyard.hardware.prices import MAX_AGE_DAYS
 from trainyard.planner import constants, convolutions, goodput, host_memory, loading
 from trainyard.planner.communication import EFA, INFINIBAND
-from trainyard.planner.search import MOST_FURTHER_SPLITTING, MOST_FURTHER_SPLITTING_OF_EXPERTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEMORY = constants.DEFAULT_MEMORY
@@ -41,7 +40,6 @@ def page() -> str:
         f"times {host_memory.OFFLOAD_BUFFER_FACTOR:g} for buffers",
         f"on demand {MAX_AGE_DAYS['on_demand']} days",
         f"capacity blocks and training plans {MAX_AGE_DAYS['capacity_block']}, spot {MAX_AGE_DAYS['spot']}",
-        f"more than {MOST_FURTHER_SPLITTING} times (mixtures of experts: {MOST_FURTHER_SPLITTING_OF_EXPERTS} times)",
         f"{convolutions.SPREAD:g}, assumed, for images",
         f"EFA gives {EFA.efficiency:.0%} of its rate",
         f"give {INFINIBAND.efficiency:.0%} (24 A100",
