@@ -12,8 +12,10 @@ import pytest
 from trainyard.planner import search
 from trainyard.planner.candidates import Rules, layouts, offloading_layouts
 from trainyard.planner.communication import EFA, Fabric, fabric_of
+from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.fastest import NUM_ALTERNATIVES, Estimates, Fitting, Starting, _is_enough
 from trainyard.planner.formulas import Formulas, formulas_of
+from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.layer_launches import LayerLaunches
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory
@@ -23,7 +25,7 @@ from trainyard.planner.reading import Machines, layout_of, machines_of, required
 from trainyard.planner.resolve import micro_batch_choices, sequences_per_rank
 from trainyard.planner.search import _Searched
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import stages
+from trainyard.planner.stages import part_of, stage_at, stages
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import _Rank, least_step_seconds, step_time
 from trainyard.planner.trainer_layers import TrainerLayers, layers_of
@@ -33,6 +35,13 @@ from trainyard.spec.job import JobSpec, ParallelismSpec
 MakeJob = Callable[..., JobSpec]
 
 MODELS = ("gpt2-xl", "llama-2-7b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-next-80b-a3b", "gemma-4-12b")
+WINDOWED_MIXTURE = {
+    **{"model_type": "exaone_moe", "hidden_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 16},
+    **{"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "moe_intermediate_size": 1024},
+    **{"num_experts": 16, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "vocab_size": 32000},
+    **{"sliding_window": 128, "first_k_dense_replace": 1},
+}
+"""Three of four of its layers have a window, and its first has no experts: a stage of two has one or two windows."""
 NO_LINKS = Fabric(1, 1.0, 1.0, EFA)
 
 
@@ -65,6 +74,42 @@ def spec_of(job: MakeJob, model: str, adapter: str | None, **sections: Any) -> J
     compute = {"instance_count": 2, **sections.pop("compute", {})}
     named = {"source": model, **({"adapter": {"kind": adapter}} if adapter else {})}
     return job(model=named, compute=compute, training={"global_batch_size": 64}, **sections)
+
+
+@pytest.mark.parametrize("sequence_length", [2048, 32768])
+@pytest.mark.parametrize(
+    "model", [{"config": WINDOWED_MIXTURE}, {"source": "llama-4-maverick"}], ids=["windows", "every other"]
+)
+def test_nor_is_one_of_stages_with_layers_of_several_kinds(
+    job: MakeJob, model: dict[str, Any], sequence_length: int
+) -> None:
+    spec = job(
+        model=model if "source" in model else {**model, "source": None},
+        compute={"instance_count": 16},
+        training={"global_batch_size": 256},
+        data={"sequence_length": sequence_length},
+    )
+    machine, shape = machines_of(spec).instance, required_shape(spec)
+    assert machine is not None and machine.gpu is not None
+    for layout in draws(spec, 120, seed=3):
+        whole = step_time(shape, layout, machine.gpu, fabric_of(machine)).total
+        assert least_step_seconds(shape, layout, machine.gpu, fabric_of(machine)) <= whole * (1 + 1e-12), layout
+
+
+def test_stages_of_a_mixture_have_the_dense_layers_that_are_theirs() -> None:
+    """Every other layer of Llama 4 Maverick, which were taken for its first 24: a step took twice as long in stages."""
+    shape = shape_of_known("llama-4-maverick")
+    layout = Layout(library="trainyard", pipeline=8, num_micro_batches=8)
+    assert [stage_at(shape, layout, place).dense_layers for place in range(8)] == [3] * 8
+    first = dataclasses.replace(shape, dense_places=())
+    assert [stage_at(first, layout, place).dense_layers for place in range(8)] == [6] * 4 + [0] * 4
+    config = {**KNOWN_CONFIGS["qwen3-30b-a3b"], "mlp_only_layers": [0, 1, 40]}
+    assert shape_from_config(config).dense_places == (0, 1, 40)
+    assert shape_from_config({**config, "mlp_only_layers": [0, 1]}).dense_places == ()
+    windowed = shape_from_config(WINDOWED_MIXTURE)
+    deep = dataclasses.replace(layout, pipeline=16)
+    parts = [part_of(windowed, deep, stage) for stage in stages(windowed, deep)]
+    assert {part.windowed_share for part in parts} == {0.75}
 
 
 def once_of(kind: type) -> list[str]:
@@ -125,7 +170,7 @@ def without_bounds(asked: JobSpec) -> Formulas:
     ("model", "adapter", "most"),
     [("llama-2-7b", None, 2), ("mixtral-8x7b", None, 2), ("llama-3.1-8b", "qlora", 1), ("gpt2-xl", None, 1)],
 )
-def test_what_is_passed_over_would_not_have_been_chosen_nor_shown(
+def test_what_is_passed_over_would_not_have_been_chosen_nor_shown_as_fitting(
     job: MakeJob, model: str, adapter: str | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = job(

@@ -3,7 +3,7 @@
 Families' readers are made of these; whatever stands there instead of a size is one line.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainyard.errors import InputError
@@ -72,8 +72,14 @@ def common_sizes(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def layers_without_experts(config: Config, layers: int) -> int:
+def dense_at(places: Iterable[int]) -> dict[str, Any]:
+    """Of a mixture's layers those without routed experts: how many, and which, unless they are its first."""
+    found = tuple(places)
+    return {"dense_layers": len(found), "dense_places": () if found == tuple(range(len(found))) else found}
+
+
+def without_experts(config: Config, layers: int) -> dict[str, Any]:
     """Layers of a Qwen MoE model without routed experts."""
     named = listed(config, "mlp_only_layers") or []
     step = number(config, 1, "decoder_sparse_step")
-    return sum(index in named or step == 0 or (index + 1) % step != 0 for index in range(layers))
+    return dense_at(index for index in range(layers) if index in named or step == 0 or (index + 1) % step != 0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainyard.errors import InputError
-from trainyard.planner.config_values import Config, common_sizes, layers_without_experts, listed, number
+from trainyard.planner.config_values import Config, common_sizes, listed, number, without_experts
 from trainyard.planner.family_parts import four_biases
 from trainyard.planner.shapes import ModelShape
 
@@ -112,7 +112,7 @@ def _qwen(config: Config) -> ModelShape:
         shared_ffn=number(stated, 512, "shared_expert_intermediate_size") if experts else 0,
         shared_gate=experts > 0,
         shared_first=experts > 0,
-        dense_layers=layers_without_experts(stated, sizes["layers"]) if experts and is_next else 0,
+        **(without_experts(stated, sizes["layers"]) if experts and is_next else {}),
     )
 
 

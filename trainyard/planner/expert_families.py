@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainyard.errors import InputError
-from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, dense_at, listed, number
 from trainyard.planner.family_parts import (
     EXPERT_NAMES,
     LLAMA_LIKE,
@@ -235,16 +235,16 @@ def _hunyuan_v1_moe(config: Config) -> ModelShape:
     )
 
 
-def sparse_layers(config: Config, layers: int, *, dense: int) -> int:
-    """Layers with experts: as listed, else all but the first few."""
+def dense_or_listed(config: Config, layers: int, *, dense: int) -> dict[str, Any]:
+    """Layers without experts: as listed, else the first few."""
     kinds = listed(config, "mlp_layer_types")
     if kinds is None:
-        return max(layers - dense, 0)
+        return dense_at(range(min(dense, layers)))
     if len(kinds) != layers or set(map(str, kinds)) - {"dense", "sparse"}:
         raise InputError(
             f"model.config.mlp_layer_types: must be a list of dense and sparse, one for each of {layers} layers"
         )
-    return kinds.count("sparse")
+    return dense_at(place for place, kind in enumerate(kinds) if kind == "dense")
 
 
 def _exaone_moe(config: Config) -> ModelShape:
@@ -256,7 +256,7 @@ def _exaone_moe(config: Config) -> ModelShape:
         **patterned_windows(config, sizes["layers"], every=4, pattern=("sliding_window_pattern",)),
         qk_norm_per_head=True,
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
-        dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=dense),
+        **dense_or_listed(config, sizes["layers"], dense=dense),
         wide_router=True,
         wide_weights=True,
         sigmoid_weights=True,
@@ -286,7 +286,7 @@ def _glm4_moe_lite(config: Config) -> ModelShape:
         | latents({**config, "qk_rope_head_dim": rotated}, query=768, key=192, value=256)
         | routed(config, width=expert, experts=64, per_token=4),
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
-        dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=1),
+        **dense_or_listed(config, sizes["layers"], dense=1),
         wide_router=True,
         wide_weights=True,
         sigmoid_weights=True,
@@ -313,7 +313,7 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
     is_last = config.get("moe_layer_end_index", -1) == -1
     last = layers - 1 if is_last else number(config, layers - 1, "moe_layer_end_index")
     step = max(number(config, 1, "moe_layer_interval"), 1)
-    sparse = sum(first <= index <= last and (index + 1) % step == 0 for index in range(layers))
+    dense = [index for index in range(layers) if not (first <= index <= last and (index + 1) % step == 0)]
     return ModelShape(
         **sizes,
         experts=number(config, 64, "num_experts", "moe_num_experts"),
@@ -321,7 +321,7 @@ def _ernie4_5_moe(config: Config) -> ModelShape:
         moe_ffn=expert,
         shared_ffn=expert * number(config, 2, "moe_num_shared_experts"),
         shared_first=True,
-        dense_layers=layers - sparse,
+        **dense_at(dense),
         wide_router=True,
         weights_as_read=True,
         router_bias=True,
@@ -384,7 +384,7 @@ def _hy_v3(config: Config) -> ModelShape:
         **routed(config, width=expert, experts=192, per_token=8, experts_names=EXPERT_NAMES),
         qk_norm_per_head=True,
         shared_ffn=expert * number(config, 1, "num_shared_experts"),
-        dense_layers=sizes["layers"] - sparse_layers(config, sizes["layers"], dense=1),
+        **dense_or_listed(config, sizes["layers"], dense=1),
         wide_router=True,
         wide_weights=True,
         sigmoid_weights=True,
@@ -424,7 +424,7 @@ def _cohere2_moe(config: Config) -> ModelShape:
         logits="scaled",
         weights_as_read=True,
         shared_ffn=expert * number(config, 0, "num_shared_experts"),
-        dense_layers=layers - sparse_layers(config, layers, dense=dense),
+        **dense_or_listed(config, layers, dense=dense),
     )
 
 
@@ -447,10 +447,10 @@ def _llama4(config: Config) -> ModelShape:
     experts = number(config, 16, "num_local_experts")
     with_experts = listed(config, "moe_layers")
     if with_experts is None:
-        sparse = layers // max(number(config, 1, "interleave_moe_layer_step"), 1)
-    else:
-        sparse = sum(index in with_experts for index in range(layers))
-    if sparse and not experts:
+        step = max(number(config, 1, "interleave_moe_layer_step"), 1)
+        with_experts = list(range(step - 1, layers, step))
+    dense = [index for index in range(layers) if index not in with_experts]
+    if len(dense) < layers and not experts:
         # With none a shape is dense: nothing else would refuse it.
         raise InputError("model.config.num_local_experts: must be at least 1 (given: 0)")
     return ModelShape(
@@ -466,7 +466,7 @@ def _llama4(config: Config) -> ModelShape:
         batches_experts=True,
         moe_ffn=expert,
         shared_ffn=expert,
-        dense_layers=layers - sparse,
+        **dense_at(dense),
     )
 
 

@@ -19,9 +19,9 @@ from trainyard.planner.config_values import (
     Config,
     NotCoveredError,
     common_sizes,
-    layers_without_experts,
     listed,
     number,
+    without_experts,
 )
 from trainyard.planner.delta_families import DELTA_READERS
 from trainyard.planner.dense_families import DENSE_READERS
@@ -113,7 +113,7 @@ def _qwen3_moe(config: Config) -> ModelShape:
         **routed(config, width=expert, experts=128, per_token=8, experts_names=EXPERT_NAMES),
         **windows(window, sizes["layers"]),
         qk_norm_per_head=True,
-        dense_layers=layers_without_experts(config, sizes["layers"]),
+        **without_experts(config, sizes["layers"]),
     )
 
 
@@ -135,7 +135,7 @@ def _qwen2_moe(config: Config) -> ModelShape:
         shared_ffn=number(config, 5632, "shared_expert_intermediate_size"),
         shared_gate=True,
         shared_first=True,
-        dense_layers=layers_without_experts(config, sizes["layers"]),
+        **without_experts(config, sizes["layers"]),
     )
 
 

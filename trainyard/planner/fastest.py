@@ -62,7 +62,7 @@ class _Candidate:
 
     def without_slower(self, fits: Layout) -> None:
         """Leaves out what can't be faster than one that fits, or than the best: of one micro-batch more recomputation,
-        and without a pipeline to fill a smaller one than fits without any."""
+        and (but by less than an estimate can tell) without a pipeline to fill a smaller one than fits without any."""
         assert self.left is not None and self.best is not None
         no_smaller = fits.pipeline == 1 and fits.recompute == self.layouts[0].recompute
         self.left = [

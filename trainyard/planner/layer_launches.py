@@ -258,7 +258,7 @@ class LayerLaunches:
             # A first gradient of 16 bits is widened.
             sums = trained * is_trained * (earlier if layout.element_bytes >= 4 else 1)
             return once / layout.num_micro_batches, sums
-        # DeepSpeed sums in buckets; where others have copies of a weight, its sums are in what is sent.
+        # DeepSpeed sums in buckets; where others have copies of a weight, traces show no kernels of their own for sums.
         is_summed = layout.engine == "torch" and (is_cut or layout.data_parallel == 1)
         of_weights = times(units, OF_UNIT) if is_cut else times(uncut, OF_UNCUT if is_trained else (1, 1))
         return of_weights[0], of_weights[1] + trained * earlier * is_summed

@@ -353,5 +353,5 @@ _UNKNOWN_TO_LAYERS = {
         *("keeps_gathered", "unit_parameters", "units_ahead", "last_stage_layers"),
     )
 }
-"""What no layer's work or memory depends on (`tests/planner/test_of_layers.py`); and of a pipeline only that it is
+"""What no layer's work or memory depends on (`tests/planner/test_fastest.py`); and of a pipeline only that it is
 one."""

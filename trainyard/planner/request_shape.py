@@ -148,7 +148,8 @@ def _kinds_at_depth(base: ModelShape, layers: int) -> dict[str, Any]:
 
     kinds = ("windowed_layers", "delta_layers", "wide_layers")
     found: dict[str, Any] = {name: part(getattr(base, name)) for name in kinds}
-    found["dense_layers"] = min(base.dense_layers, layers)
+    found["dense_layers"] = part(base.dense_layers) if base.dense_places else min(base.dense_layers, layers)
+    found["dense_places"] = spread(found["dense_layers"], base.dense_places)
     found["delta_places"] = spread(found["delta_layers"], base.delta_places)
     found["wide_places"] = spread(found["wide_layers"], base.wide_places)
     return found
@@ -250,6 +251,7 @@ def _with_experts(fields: Fields, shape: ModelShape, *, has_blocks: bool) -> Mod
         moe_ffn=fields.whole("moe_ffn", shape.moe_ffn or shape.ffn),
         shared_ffn=fields.whole("shared_ffn", shape.shared_ffn, least=0),
         dense_layers=fields.whole("dense_layers", min(shape.dense_layers, shape.layers), least=0),
+        dense_places=() if fields.given("dense_layers") else shape.dense_places,
     )
 
 

@@ -243,6 +243,8 @@ class _Searched:
     """Why machines on which the job can't run are left out: (type, count) -> the first obstacle."""
     without_layout: list[tuple[JobSpec, Machines]] = field(default_factory=list)
     """The job on machines that it may run on, but that no layout suits."""
+    estimates: Estimates = field(init=False)
+    """Of all machines."""
     _found: dict[tuple[str, int], _Machine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -51,6 +51,8 @@ class ModelShape:
     """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0
     """Of a MoE model, the layers with an ordinary feed-forward block."""
+    dense_places: tuple[int, ...] = ()
+    """Which of a model's layers these are, from 0; none: its first ones."""
     norm: Literal["rms", "rms_wide", "rms_cast", "rms_fp32", "layer", "layer_fp32", "layer_written_out"] = "rms"
     """`rms_wide`: its weight multiplies in fp32 too (OLMo 2, gpt-oss). `rms_cast`: that, and what it gives has the type
     of what it reads, whatever the weight's (Gemma 4). `rms_fp32`: that, and the weight is no plain one (Gemma's is what
@@ -135,8 +137,8 @@ class ModelShape:
     """Attention to entries that many positions are compressed into (DeepSeek-V4); it has `kv_heads` 1."""
     attention_window: int = 0
     """Positions that `windowed_layers` attend to; 0: all attend to all."""
-    windowed_layers: int = 0
-    """0: half of them (gpt-oss)."""
+    windowed_layers: float = 0
+    """Of a part of a model its share of them, where nobody says which they are. 0: half of them (gpt-oss)."""
     attention_sinks: bool = False
     """A learned logit per head that takes the attention nobody else wants."""
     scales_words: bool = False

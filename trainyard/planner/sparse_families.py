@@ -5,7 +5,7 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
-from trainyard.planner.expert_families import sparse_layers
+from trainyard.planner.expert_families import dense_or_listed
 from trainyard.planner.family_parts import latents, one_per_layer, routed
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.sparse_attention import Compression, Indexer
@@ -53,7 +53,7 @@ def _indexed(config: Config, sizes: dict[str, Any], attention: dict[str, Any], i
         **sizes | attention | routed(config, width=expert, experts=256, per_token=8, experts_names=EXPERTS),
         indexer=indexer,
         shared_ffn=expert * number(config, 1, "n_shared_experts"),
-        dense_layers=layers - sparse_layers(config, layers, dense=dense),
+        **dense_or_listed(config, layers, dense=dense),
         wide_router=True,
         wide_weights=True,
         sigmoid_weights=True,

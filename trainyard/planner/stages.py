@@ -103,7 +103,9 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
     bounds = [(index * shape.layers // count, (index + 1) * shape.layers // count) for index in mine]
     layers = sum(end - begin for begin, end in bounds)
     dense = deltas = 0
-    if shape.dense_layers:
+    if shape.dense_places:
+        dense = sum(begin <= layer < end for begin, end in bounds for layer in shape.dense_places)
+    elif shape.dense_layers:
         dense = sum(max(min(end, shape.dense_layers) - begin, 0) for begin, end in bounds)
     if shape.delta_places:
         deltas = sum(begin <= layer < end for begin, end in bounds for layer in shape.delta_places)
@@ -120,9 +122,10 @@ def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
     other shape as it is."""
     is_cut = layout.library == "trainyard" and layout.pipeline > 1 and stage.layers > 0
     has_kinds = shape.delta_places or shape.wide_layers or (shape.dense_layers and not shape.delta_layers)
-    if not is_cut or not has_kinds or shape.is_hybrid:
+    # (What chooses positions is counted by all of a model's layers.)
+    if not is_cut or not has_kinds or shape.is_hybrid or shape.indexer is not None:
         return shape
-    windowed = round(shape.windowed_layers * stage.layers / shape.layers)
+    windowed = shape.windowed_layers * stage.layers / shape.layers
     seen: dict[str, Any] = {}
     if shape.wide_layers:
         # Those that see everything are the wide ones; of none with a window 0 would say half of them.

@@ -105,9 +105,9 @@ def step_time(
 def least_step_seconds(
     shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants = DEFAULT_CONSTANTS
 ) -> float:
-    """No more than `step_time`'s total, for a small part of its work: what a pipeline's rank with the fewest layers
-    computes and moves for them, without a pipeline the head too, and what it waits for of other ranks in each pass. A
-    search asks for the rest where this is short enough."""
+    """No more than `step_time`'s total of our own trainer, for a small part of its work: what a pipeline's rank with
+    the fewest layers computes and moves for them, without a pipeline the head too, and what it waits for of other ranks
+    in each pass. A search asks for the rest where this is short enough."""
     each = _layer_times(shape, layout.of_layers(), device, constants)
     parts = num_stages(layout)
     layers = shape.layers // (layout.pipeline * parts) * parts
