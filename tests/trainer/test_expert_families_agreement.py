@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from trainer_testing.agreement import FEW, STATIC, agreement
+from trainer_testing.agreement import FEW, STATIC, agreement, moving
 
 from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.spec.support import EXPERT_FAMILIES
@@ -86,3 +86,29 @@ def test_so_they_do_where_ranks_share_a_norm_of_all_heads(model_type: str) -> No
     found = _agreement(model_type, "none", {"tensor": 2, "data_shard": 4})
     assert found.static is not None and abs(found.static) < STATIC
     assert abs(found.activations) < SPREAD_ACTIVATIONS
+
+
+ALTERNATE = {
+    **{"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "pad_token_id": 0},
+    **{"num_hidden_layers": 8, "num_experts_per_tok": 4, "vocab_size": 16000},
+}
+QWEN = ALTERNATE | {
+    **{"model_type": "qwen3_moe", "intermediate_size": 4096, "moe_intermediate_size": 512, "num_experts": 16},
+    "decoder_sparse_step": 2,
+}
+LLAMA_4 = ALTERNATE | {
+    **{"model_type": "llama4_text", "intermediate_size": 2048, "intermediate_size_mlp": 4096, "num_local_experts": 8},
+    **{"num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", [QWEN, pytest.param(LLAMA_4, marks=pytest.mark.slow)], ids=["qwen3", "llama4"])
+def test_so_they_do_of_stages_where_every_other_layer_has_experts(model: dict[str, Any], recompute: str) -> None:
+    """Those without were taken for a model's first ones, and its first stage for one that has hardly an expert."""
+    found = agreement(
+        *(model, {"pipeline": 2, "data_shard": 4}), activation_checkpointing=recompute, global_batch_size=32, rank=1
+    )
+    assert found.static is not None and abs(found.static) < 1e-3
+    planned, traced = moving(found)
+    assert planned == pytest.approx(traced, rel=0.02)
