@@ -70,7 +70,7 @@ for each of these ranks, backward."""
 DELTA_KERNELS = 9
 """Of a chunk of a gated delta rule, which transformers' torch code goes through one by one, either way."""
 
-OF_UNIT: Kernels = (2, 1)
+OF_UNIT: Kernels = (2, 2)
 """Of what FSDP gathers at once, and sends of its gradients."""
 
 OF_UNCUT: Kernels = (2, 2)
@@ -88,6 +88,9 @@ LOSS, CHUNK, WHOLE = (11.0, 3.0), 33.0, (16.0, 6.0)
 LATENT, LATENT_OF_BOTH = (11, 14), (17, 29)
 """Of latent attention, beside its products and norms: rotations of a part, cut off and put together again; where
 queries come through a latent, too, which is DeepSeek-V3's code."""
+
+PARTIAL_ROTATION: Kernels = (2, 8)
+"""More where a part of queries and keys is not rotated: put together again; backward each part in a whole one."""
 
 MAMBA: Kernels = (85, 125)
 """A layer that is a Mamba-2 block with its norm, in transformers' torch code, however long its sequence is."""
@@ -163,7 +166,7 @@ class LayerLaunches:
             parts.append(LATENT_OF_BOTH if shape.q_lora_rank else LATENT)
             parts.append(times(1 + (shape.q_lora_rank > 0), NORM.get(self._layers.inner_norm, (1, 1))))
         elif not (shape.learned_positions or shape.alibi or shape.is_hybrid):
-            parts.append(ROTATION)
+            parts.append(total(ROTATION, times(shape.copies_attention, PARTIAL_ROTATION)))
         if shape.qk_norm_per_head or shape.qk_norm_whole:
             parts.append(times(2, NORM.get(self._layers.inner_norm, (1, 1))))
         if shape.normalizes_values:
