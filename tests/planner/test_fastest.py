@@ -5,7 +5,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,7 +17,7 @@ from trainyard.planner.fastest import NUM_ALTERNATIVES, Estimates, Fitting, Star
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.layer_launches import LayerLaunches
-from trainyard.planner.layout import Layout
+from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.memory import Memory
 from trainyard.planner.moving import moved_to
 from trainyard.planner.once import once
@@ -60,13 +60,13 @@ def draws(spec: JobSpec, number: int, seed: int) -> Iterator[Layout]:
         per_rank = sequences_per_rank(spec, parallelism)
         sizes = [size for size in micro_batch_choices(spec, parallelism) if per_rank // size >= parallelism.pipeline]
         if sizes:
-            size, recompute = rng.choice(sizes), rng.choice(("none", "selective", "full"))
+            size, recompute = rng.choice(sizes), rng.choice(get_args(Recompute))
             yield layout_of(
                 spec,
                 parallelism,
                 micro_batch=size,
                 num_micro_batches=per_rank // size,
-                recompute=recompute,  # type: ignore[arg-type]
+                recompute=recompute,
             )
 
 
@@ -123,8 +123,8 @@ def test_layers_do_and_keep_the_same_in_every_layout_that_they_do_not_know_apart
     job: MakeJob, model: str, adapter: str | None
 ) -> None:
     spec = spec_of(job, model, adapter)
-    shape, gpu = required_shape(spec), machines_of(spec).instance.gpu  # type: ignore[union-attr]
-    assert gpu is not None
+    shape, machine = required_shape(spec), machines_of(spec).instance
+    assert machine is not None and machine.gpu is not None
     others: set[Layout] = set()
     for layout in draws(spec, 40, seed=1):
         own, shared = TrainerLayers(shape, layout), layers_of(shape, layout)
@@ -134,7 +134,7 @@ def test_layers_do_and_keep_the_same_in_every_layout_that_they_do_not_know_apart
                 assert value == getattr(shared, name), (name, layout)
         for name in once_of(type(own.reads)):
             assert getattr(own.reads, name) == getattr(shared.reads, name), (name, layout)
-        ranks = [_Rank(shape, each, gpu, NO_LINKS, DEFAULT_CONSTANTS) for each in (layout, layout.of_layers())]
+        ranks = [_Rank(shape, each, machine.gpu, NO_LINKS, DEFAULT_CONSTANTS) for each in (layout, layout.of_layers())]
         assert ranks[0].layers == ranks[1].layers, layout
         assert ranks[0].head_seconds(frozen=False) == ranks[1].head_seconds(frozen=False), layout
         launches = [LayerLaunches(shape, each).all_layers() for each in (layout, layout.of_layers())]

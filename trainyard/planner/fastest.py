@@ -17,7 +17,7 @@ from trainyard.planner.configurations import SAME_SPEED, fits_both, host_of
 from trainyard.planner.formulas import Formulas
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.memory import Memory
-from trainyard.planner.moving import Moved
+from trainyard.planner.moving import Moved, layout_words
 from trainyard.planner.reading import Machines, layout_of
 from trainyard.planner.resolve import levels, micro_batch_choices, resolve, sequences_per_rank
 from trainyard.spec.job import JobSpec, ParallelismSpec
@@ -233,27 +233,3 @@ def _is_enough(fitting: Iterable[Fitting], bound: float, starting: Starting) -> 
         return False
     first = starting.first_of(by_time)
     return first is not None and first.seconds * (1 + SAME_SPEED) <= bound
-
-
-def layout_words(parallelism: ParallelismSpec, micro_batch: int, recompute: Recompute) -> tuple[str, ...]:
-    """What to --set for a layout, its micro-batch and its recomputation."""
-    default = ParallelismSpec()
-    stated = {
-        name: value
-        for name, value in parallelism.model_dump(mode="json").items()
-        if value != getattr(default, name) and name not in ("fsdp", "zero", "deepspeed")
-    }
-    if parallelism.zero != default.zero:
-        stated["zero"] = {"offload_parameters": parallelism.zero.offload_parameters}
-    words = ", ".join(f"{name}: {_yaml(value)}" for name, value in stated.items())
-    return (
-        f"parallelism={{{words}}}",
-        f"training.micro_batch_size={micro_batch}",
-        f"training.activation_checkpointing={recompute}",
-    )
-
-
-def _yaml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_yaml(item)}" for name, item in value.items()) + "}"
-    return str(value)

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainyard.hardware import Instance, instance
+from trainyard.planner.layout import Recompute
 from trainyard.planner.resolve import scaled_learning_rate
 from trainyard.spec.base import apply_overrides, parse
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import JobSpec, ParallelismSpec
 
 MACHINES = ("compute.backend", "compute.instance_type", "compute.instance_count")
 """What says where a job runs; everything else that changes is worth a word."""
@@ -98,3 +99,27 @@ def _measured(job: JobSpec, machine: Instance, hosts: int, *, own: bool) -> Iter
         yield "preflight.host_gb_per_second=null"
     if spec.collectives in ("stop", "warn") and hosts == machine.num_gpus == 1:
         yield "preflight.collectives=auto"
+
+
+def layout_words(parallelism: ParallelismSpec, micro_batch: int, recompute: Recompute) -> tuple[str, ...]:
+    """What to --set for a layout, its micro-batch and its recomputation."""
+    default = ParallelismSpec()
+    stated = {
+        name: value
+        for name, value in parallelism.model_dump(mode="json").items()
+        if value != getattr(default, name) and name not in ("fsdp", "zero", "deepspeed")
+    }
+    if parallelism.zero != default.zero:
+        stated["zero"] = {"offload_parameters": parallelism.zero.offload_parameters}
+    words = ", ".join(f"{name}: {_yaml(value)}" for name, value in stated.items())
+    return (
+        f"parallelism={{{words}}}",
+        f"training.micro_batch_size={micro_batch}",
+        f"training.activation_checkpointing={recompute}",
+    )
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_yaml(item)}" for name, item in value.items()) + "}"
+    return str(value)

@@ -19,10 +19,10 @@ from trainyard.planner.configurations import (
     verdict_of,
 )
 from trainyard.planner.facts import check_job
-from trainyard.planner.fastest import NUM_ALTERNATIVES, Estimates, Fitting, Found, Starting, layout_words
+from trainyard.planner.fastest import NUM_ALTERNATIVES, Estimates, Fitting, Found, Starting
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.money import cost_of, goodput_of, quotes_of, todays_book, unpriced_storage
-from trainyard.planner.moving import Moved, moved_to
+from trainyard.planner.moving import Moved, layout_words, moved_to
 from trainyard.planner.reading import Machines, machines_of
 from trainyard.planner.resolve import check_precision, num_steps
 from trainyard.planner.results import Configuration, Option, Search, figure, told_apart

@@ -118,11 +118,11 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
 
 def part_of(shape: ModelShape, layout: Layout, stage: Stage) -> ModelShape:
     """What layers of several kinds are on a stage of our own trainer's pipeline, as a model of their own, so that what
-    is reckoned by a mean layer is of these: first layers without experts, delta rules, heads of another width. Any
+    is reckoned by a mean layer is of these: layers without experts, delta rules, heads of another width. Any
     other shape as it is."""
     is_cut = layout.library == "trainyard" and layout.pipeline > 1 and stage.layers > 0
     has_kinds = shape.delta_places or shape.wide_layers or (shape.dense_layers and not shape.delta_layers)
-    # (What chooses positions is counted by all of a model's layers.)
+    # An indexer counts its layers in the whole model.
     if not is_cut or not has_kinds or shape.is_hybrid or shape.indexer is not None:
         return shape
     windowed = shape.windowed_layers * stage.layers / shape.layers
