@@ -19,7 +19,7 @@ from trainyard.planner.operators import matmul_ceiling_tflops
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import StageParams, stage_params, stages
-from trainyard.planner.step import bubble_passes
+from trainyard.planner.step import OnceAStep, Pass, bubble_passes, combined
 from trainyard.planner.time_constants import DEFAULT_CONSTANTS
 from trainyard.planner.timing import _Rank, step_time
 
@@ -37,6 +37,22 @@ def test_bubbles_of_the_schedules() -> None:
     assert bubble_passes(pipeline) == 7
     assert bubble_passes(dataclasses.replace(pipeline, chunks=4)) == 7 / 4
     assert bubble_passes(dataclasses.replace(pipeline, schedule="zero_bubble")) == pytest.approx(7 / 3)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pipeline_fills_through_its_other_stages_and_goes_on_at_the_slowest_ones_pace(chunks: int) -> None:
+    """A micro-batch passes every stage once, the others wait at the slowest one."""
+    layout = dataclasses.replace(DENSE, pipeline=4, chunks=chunks, num_micro_batches=16)
+    quick, slow = (
+        Pass(forward=each, backward=2 * each, recompute=0.0, tensor=0.0, expert=0.0, context=0.0, sharding=0.0)
+        for each in (1.0, 1.5)
+    )
+    nothing = OnceAStep(gradients=0.0, waited=0.0, parameters=0.0, pipeline=0.0, optimizer=0.0)
+    time = combined([(quick, 3), (slow, 1)], nothing, layout, LINKS, DEFAULT_CONSTANTS)
+    assert (time.forward, time.backward) == (16 * 1.5, 16 * 3.0)
+    assert time.bubble == pytest.approx(3 * 3.0 / chunks)
+    two_slow = combined([(quick, 2), (slow, 2)], nothing, layout, LINKS, DEFAULT_CONSTANTS)
+    assert two_slow.bubble == pytest.approx((2 * 3.0 + 4.5) / chunks)
 
 
 def test_full_recomputation_adds_a_forward_pass_of_the_layers() -> None:
