@@ -300,7 +300,7 @@ def test_weights_and_sums_of_gradients_count_as_often_as_they_move(
     layout: dict[str, int], precision: str, number: int
 ) -> None:
     """In a pipeline weights are gathered once a step, and gradients summed where they are; elsewhere in each pass. Of
-    one sequence a micro-batch they are up to half of a pass."""
+    one sequence a micro-batch, passes that counted them otherwise were 29% too long to 10% too short."""
     ranks = math.prod(layout.values())
     replicas = layout.get("data_shard", 1) * layout.get("data_replicate", 1)
     asked = {"micro_batch_size": 1, "global_batch_size": number * replicas, "precision": precision}
@@ -311,8 +311,8 @@ def test_weights_and_sums_of_gradients_count_as_often_as_they_move(
     traces = [trace(resolved, rank * (ranks // stages)) for rank in range(stages)]
     counted = traced_step(traces, resolved.parallelism, there, gpu("H100"), LINKS)
     reckoned = step_time(shape, there, gpu("H100"), LINKS)
-    assert reckoned.total == pytest.approx(counted.total, rel=0.06)
-    assert reckoned.forward + reckoned.backward == pytest.approx(counted.forward + counted.backward, rel=0.06)
+    assert reckoned.total == pytest.approx(counted.total, rel=0.05)
+    assert reckoned.forward + reckoned.backward == pytest.approx(counted.forward + counted.backward, rel=0.05)
 
 
 GEMMA = {
