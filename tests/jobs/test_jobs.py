@@ -66,8 +66,8 @@ def test_an_example_plans_fits_and_can_be_paid(path: Path) -> None:
     assert found.affordable is True
     assert found.cost is not None and found.cost.planned_usd is not None
     assert found.chosen.time is not None
-    # The quickstart's model is far too small for its GPUs: launching kernels takes all the time. The least of the others
-    # is the 70B's, a sequence at a time on eight tensor ranks.
+    # The quickstart's model is far too small for its GPUs: launching kernels takes all the time. The least of the
+    # others is the 70B's, a sequence at a time on eight tensor ranks.
     assert (0.0001 if path.stem == "quickstart" else 0.25) < found.chosen.time.mfu < 0.65
 
 
