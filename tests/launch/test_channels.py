@@ -114,7 +114,8 @@ def test_an_exported_model_is_read_from_the_artifacts_bucket(
     deployed: Account, job: JobSpec, contract: TenantContract
 ) -> None:
     s3 = deployed.client("s3")
-    s3.put_object(Bucket=contract.buckets.artifacts, Key="models/acme-tiny/x/config.json", Body=b"{}")
+    for name in ("config.json", "pytorch_model.bin"):
+        s3.put_object(Bucket=contract.buckets.artifacts, Key=f"models/acme-tiny/x/{name}", Body=b"{}")
     named = job.model_copy(update={"model": job.model.model_copy(update={"source": "artifact://models/acme-tiny/x"})})
     inputs = build_inputs(named, s3, contract)
     assert inputs.job.model.source == "s3://acme-artifacts/models/acme-tiny/x"

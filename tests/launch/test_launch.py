@@ -183,6 +183,7 @@ def test_a_model_in_the_tenants_bucket_is_planned_by_its_own_configuration(
     s3 = deployed.client("s3")
     for name in ("own", "llama-3.1-8b"):
         s3.put_object(Bucket="acme-data", Key=f"models/{name}/config.json", Body=json.dumps(config))
+        s3.put_object(Bucket="acme-data", Key=f"models/{name}/pytorch_model.bin", Body=b"pickled")
     sizes = {}
     for name in ("own", "llama-3.1-8b"):
         named = job.model_copy(update={"model": ModelSpec(source=f"tenant://models/{name}/")})
@@ -194,7 +195,8 @@ def test_a_job_without_a_plan_says_that_nothing_holds_its_memory_and_dollars(
     deployed: Account, job: JobSpec, contract: TenantContract
 ) -> None:
     s3 = deployed.client("s3")
-    s3.put_object(Bucket="acme-data", Key="models/torn/config.json", Body=b"[1, ")
+    for name in ("config.json", "pytorch_model.bin"):
+        s3.put_object(Bucket="acme-data", Key=f"models/torn/{name}", Body=b"[1, ")
     named = job.model_copy(update={"model": ModelSpec(source="tenant://models/torn")})
     said: list[str] = []
     record = launch(named, contract, account=deployed, launcher=deployed, say=said.append)

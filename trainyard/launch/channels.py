@@ -9,6 +9,7 @@ from typing import Any, Literal
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.record import JobRecord, RecordedChannel
+from trainyard.launch.s3_inputs import check_on_s3
 from trainyard.spec.job import DataSource, JobSpec
 from trainyard.spec.platform import TenantContract
 
@@ -85,21 +86,21 @@ def _absolute(uri: str, where: str, contract: TenantContract) -> str:
 
 
 def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
-    """Every input of `job` as a channel, apart from what is streamed; asks S3 whether each exists.
+    """Every input of `job` as a channel, apart from what is streamed; asks S3 whether each exists and has what is read.
 
-    AwsRefusedError where one doesn't.
+    AwsRefusedError where one doesn't, InputError where it hasn't.
     """
     absolute = absolute_job(job, contract)
     channels: dict[str, Channel] = {}
+    locations: dict[str, str] = {}
     for name, uri in _named_uris(absolute):
-        if uri in channels:
+        if uri in channels or uri in locations:
             continue
-        if is_streamed(absolute, uri):
-            existing_s3_location(s3, uri, contract)
-        elif uri.startswith("fsx://"):
+        if uri.startswith("fsx://"):
             channels[uri] = Channel(name, "fsx", uri.removeprefix("fsx://"), uri)
-        else:
-            location = existing_s3_location(s3, uri, contract)
+            continue
+        location = locations[uri] = existing_s3_location(s3, uri, contract)
+        if not is_streamed(absolute, uri):
             if contract.job_boundary and not location.endswith("/"):
                 _require_readable(s3, uri, [other for _, other in _named_uris(absolute)])
             channels[uri] = Channel(name, "s3", location, uri)
@@ -108,6 +109,7 @@ def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
             f"data: {len(channels)} different inputs; SageMaker takes {MAX_CHANNELS - 1} beside the job's own: "
             "put them under fewer folders"
         )
+    check_on_s3(s3, absolute, locations)
     return Inputs(absolute, tuple(channels.values()))
 
 

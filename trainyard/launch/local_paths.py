@@ -12,9 +12,19 @@ from typing import Any
 from trainyard.errors import InputError
 from trainyard.launch.channels import is_streamed
 from trainyard.spec.checkpoint_names import HOME, LEADS_NOWHERE, broken_link
-from trainyard.spec.data_files import BROKEN, FOR_ALL, files_of, no_file, sources_by_name, tokenizer_file_of
+from trainyard.spec.data_files import (
+    BROKEN,
+    FOR_ALL,
+    files_of,
+    no_file,
+    not_a_file,
+    not_a_tokenizer,
+    not_one_byte,
+    sources_by_name,
+    tokenizer_file_of,
+)
 from trainyard.spec.job import DataSource, JobSpec
-from trainyard.spec.model_files import check_weight_files, folder_of
+from trainyard.spec.model_files import check_weight_files, folder_of, not_a_folder
 
 
 class NotHereError(InputError):
@@ -46,7 +56,7 @@ def local_job(job: JobSpec, *, runs_here: bool = True) -> JobSpec:
     if model.source is not None:
         source = _local_path(model.source, "model.source", f"; {_FROM_THE_HUB}")
         if Path(source).is_file():
-            raise InputError(f"model.source: {source}: is a file; name the folder that holds it and config.json")
+            raise not_a_folder(source)
         model = model.model_copy(update={"source": source})
     images = job.images
     if images and images.class_names:
@@ -143,8 +153,7 @@ def _check_bytes(sources: Sequence[DataSource], where: str, for_all: Set[str]) -
 
     with contextlib.suppress(OSError):
         if not any("://" in one.path or any(itertools.starmap(may_have_some, files_of(one))) for one in sources):
-            paths = ", ".join(source.path for source in sources)
-            raise InputError(f"{where}: {paths}: not one byte; give files with some text, or take the source out")
+            raise not_one_byte(where, sources)
 
 
 def _check_tokenizer(job: JobSpec) -> None:
@@ -159,7 +168,7 @@ def _check_tokenizer(job: JobSpec) -> None:
             if isinstance(content, dict) and "model" in content:
                 return
             why = "it has no model"
-        raise InputError(f"tokenizer {file}: is not a tokenizer.json ({why})")
+        raise not_a_tokenizer(file, why)
 
 
 def check_places(written: JobSpec, job: JobSpec) -> None:
@@ -222,5 +231,5 @@ def _local_path(path: str, where: str, hint: str = "") -> str:
 
 def _file(path: str, where: str) -> str:
     if Path(path).is_dir():
-        raise InputError(f"{where}: {path}: is a folder; name the file in it")
+        raise not_a_file(where, path)
     return path

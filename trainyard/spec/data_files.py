@@ -24,7 +24,7 @@ _LINK, BROKEN = "a link to a folder, which is not followed", "a link to nothing"
 FOR_ALL = frozenset({NEARLY, _LINK, BROKEN})
 """Reasons that don't hang on who asks; the others are what the system says to this user."""
 
-_TOKENIZER = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 
 _NUM_SHOWN = 4
 
@@ -101,6 +101,17 @@ def no_file(where: str, source: DataSource, left_out: Sequence[str] = ()) -> Inp
     return InputError(f"{where}: {wanted} (format: {source.format}){without}; {mend}")
 
 
+def not_a_file(where: str, path: str) -> InputError:
+    """The error for a folder where one file is wanted."""
+    return InputError(f"{where}: {path}: is a folder; name the file in it")
+
+
+def not_one_byte(where: str, sources: Sequence[DataSource]) -> InputError:
+    """The error for sources that together hold nothing."""
+    paths = ", ".join(source.path for source in sources)
+    return InputError(f"{where}: {paths}: not one byte; give files with some text, or take the source out")
+
+
 def sources_by_name(sources: Sequence[ValidationSource]) -> dict[str | None, tuple[ValidationSource, ...]]:
     """The sources of each validation set, in the order of the job."""
     names = dict.fromkeys(source.name for source in sources)
@@ -113,7 +124,7 @@ def tokenizer_file_of(job: JobSpec) -> Path | None:
     if job.data.tokenizer is not None:
         return _tokenizer_file(job.data.tokenizer, "data.tokenizer")
     source = job.model.source
-    if source is None or (is_ready_made(job) and not (Path(source) / _TOKENIZER).is_file()):
+    if source is None or (is_ready_made(job) and not (Path(source) / TOKENIZER).is_file()):
         return None
     return _tokenizer_file(source, "model.source")
 
@@ -127,10 +138,18 @@ def _tokenizer_file(location: str, field: str) -> Path:
     path = Path(location)
     if "://" in location or not path.exists():
         raise InputError(f"{field} {location}: the tokenizer must be a local tokenizer.json or a folder that holds one")
-    file = path / _TOKENIZER if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
-        otherwise = "correct the path" if field == "data.tokenizer" else "set data.tokenizer"
-        raise InputError(
-            f"{field} {location}: holds no {_TOKENIZER}; save the tokenizer in its fast form, or {otherwise}"
-        )
+        raise no_tokenizer(field, location)
     return file
+
+
+def no_tokenizer(field: str, location: str) -> InputError:
+    """The error for a folder without one."""
+    otherwise = "correct the path" if field == "data.tokenizer" else "set data.tokenizer"
+    return InputError(f"{field} {location}: holds no {TOKENIZER}; save the tokenizer in its fast form, or {otherwise}")
+
+
+def not_a_tokenizer(file: object, why: str) -> InputError:
+    """The error for a file in a tokenizer's place that is none."""
+    return InputError(f"tokenizer {file}: is not a {TOKENIZER} ({why})")

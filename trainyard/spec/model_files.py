@@ -1,13 +1,14 @@
 """Whether `model.source` is a model, and its files are whole, before hours are spent on the data: of the weights the
-headers alone are read. One rule for the trainer, and for who looks before a process starts.
+headers alone are read. One rule for the trainer, and for who looks before a process starts, here or in a bucket.
 
 The format: eight bytes of the header's length, the header in JSON, the tensors (github.com/huggingface/safetensors).
 """
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainyard.errors import InputError
 
@@ -20,6 +21,42 @@ _MOST_HEADER_BYTES = 100_000_000
 _POINTER = b"version https://git-lfs"
 """How a file begins that Git LFS has not fetched."""
 _MEND = "copy or download it again"
+_NUM_AT_ONCE = 8
+"""Files looked at at a time: a 405B model has 191, each some round trips away in a bucket."""
+
+
+class Files(Protocol):
+    """The files of one folder, wherever it is; safe for several threads."""
+
+    def is_there(self, name: str) -> bool:
+        """Whether the folder lists it, be it a link to nothing."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes. OSError where it can't be looked at, FileNotFoundError where it isn't there."""
+        ...
+
+    def read(self, name: str, offset: int = 0, num_bytes: int = -1) -> bytes:
+        """So many bytes from there, or less where it ends; -1: to its end. OSError as `size`."""
+        ...
+
+
+class LocalFiles:
+    """`Files` of a folder on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def is_there(self, name: str) -> bool:
+        return os.path.lexists(self._folder / name)
+
+    def size(self, name: str) -> int:
+        return (self._folder / name).stat().st_size
+
+    def read(self, name: str, offset: int = 0, num_bytes: int = -1) -> bytes:
+        with (self._folder / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(num_bytes)
 
 
 def folder_of(source: str) -> Path:
@@ -33,7 +70,7 @@ def folder_of(source: str) -> Path:
     if "://" in source:
         wrong, mend = "the trainer reads local folders", "launch the job, or copy the model here first"
     elif folder.is_dir():
-        wrong, mend = "no config.json there", "give a Hugging Face model directory"
+        raise no_config(source)
     else:
         wrong = "no such folder; the trainer reads local folders, and asks the Hugging Face Hub for nothing"
         mend = "correct the path" if source.startswith(("/", ".", "~")) else f"hf download {source} --local-dir FOLDER"
@@ -41,45 +78,58 @@ def folder_of(source: str) -> Path:
     raise InputError(f"model.source: {source}: {wrong}; {mend}")
 
 
-def check_weight_files(source: str) -> None:
-    """InputError for a file of weights that isn't there, is cut off or is none, of a source in safetensors.
+def no_config(source: str) -> InputError:
+    """The error for a folder, here or in a bucket, that is no model's."""
+    return InputError(f"model.source: {source}: no config.json there; give a Hugging Face model directory")
+
+
+def not_a_folder(source: str) -> InputError:
+    """The error for a file where a model's folder is wanted."""
+    return InputError(f"model.source: {source}: is a file; name the folder that holds it and config.json")
+
+
+def check_weight_files(source: str, files: Files | None = None) -> None:
+    """InputError for a file of weights that isn't there, is cut off or is none, of a source in safetensors; `files`:
+    of a folder elsewhere.
 
     That the weights are the model's is said where it is built.
     """
-    folder = Path(source)
-    for name in _files_of(folder, source):
-        wrong = _wrong_with(folder / name)
-        if wrong:
-            raise InputError(f"model.source: {source}: {name}: {wrong}")
+    files = files or LocalFiles(Path(source))
+    names = _names_of(files, source)
+    with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="weights") as pool:
+        for name, wrong in zip(names, pool.map(lambda name: _wrong_with(files, name), names), strict=True):
+            if wrong:
+                pool.shutdown(cancel_futures=True)
+                raise InputError(f"model.source: {source}: {name}: {wrong}")
 
 
-def _files_of(folder: Path, source: str) -> list[str]:
+def _names_of(files: Files, source: str) -> list[str]:
     """As transformers looks for them: one file, else those of the index, else what torch pickled, of which nothing is
     said here."""
-    if os.path.lexists(folder / _NAME):
+    if files.is_there(_NAME):
         return [_NAME]
-    if not (folder / _INDEX).exists():
-        if any(os.path.lexists(folder / name) for name in _PICKLED):
+    if not files.is_there(_INDEX):
+        if any(map(files.is_there, _PICKLED)):
             return []
         raise InputError(
             f"model.source: {source}: has no weights, neither {_NAME} nor {_INDEX} nor {_PICKLED[0]}; {_MEND}, or"
             " state model.config for a model that is trained from nothing"
         )
     try:
-        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index: Any = json.loads(files.read(_INDEX).decode())
         return sorted(set(map(str, index["weight_map"].values())))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"model.source: {source}: {_INDEX}: can't be read ({words}); {_MEND}") from None
 
 
-def _wrong_with(path: Path) -> str:
+def _wrong_with(files: Files, name: str) -> str:
     """What is wrong with a file, and how to mend it; empty where nothing is."""
     try:
-        size = path.stat().st_size
-        expected = _size_by_header(path)
+        size = files.size(name)
+        expected = _size_by_header(files, name)
     except FileNotFoundError:
-        return f"is not there, which {'a link' if path.name == _NAME else _INDEX} names; {_MEND}"
+        return f"is not there, which {'a link' if name == _NAME else _INDEX} names; {_MEND}"
     except OSError as error:
         return f"can't be read ({error.strerror}); {_MEND}"
     except _CutHeaderError as error:
@@ -99,19 +149,22 @@ class _PointerError(Exception):
     """What is there instead of a file that Git LFS has not fetched."""
 
 
-def _size_by_header(path: Path) -> int:
+def is_pointer(begin: bytes) -> bool:
+    """Whether a file that begins so is what Git LFS puts in the place of one that it has not fetched."""
+    return begin.startswith(_POINTER)
+
+
+def _size_by_header(files: Files, name: str) -> int:
     """Bytes that a file must have. OSError, `_CutHeaderError`, `_PointerError`, and what Python raises of no header."""
-    with path.open("rb") as file:
-        begin = file.read(len(_POINTER))
-        if begin == _POINTER:
-            raise _PointerError
-        length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
-        if len(begin) < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-            raise ValueError
-        file.seek(_LENGTH_BYTES)
-        header = file.read(length)
+    begin = files.read(name, 0, len(_POINTER))
+    if is_pointer(begin):
+        raise _PointerError
+    length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
+    if len(begin) < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
+        raise ValueError
+    header = files.read(name, _LENGTH_BYTES, length)
     if len(header) < length:
         raise _CutHeaderError(_LENGTH_BYTES + length)
     tensors: dict[str, Any] = json.loads(header)
-    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+    ends = [tensor["data_offsets"][1] for key, tensor in tensors.items() if key != "__metadata__"]
     return _LENGTH_BYTES + length + max(ends, default=0)
