@@ -81,6 +81,7 @@ def test_the_chosen_one_is_the_cheapest_within_the_hours(job: MakeJob) -> None:
     assert chosen.verdict == "chosen: the cheapest within 24 h"
 
 
+@pytest.mark.slow
 def test_a_shorter_deadline_never_costs_less_and_an_impossible_one_chooses_nothing(job: MakeJob) -> None:
     spec = job(training={"steps": 1000})
     alone = {"instances": ["p5.48xlarge"], "max_nodes": 4}
@@ -265,6 +266,7 @@ def test_the_most_machines_are_kept_though_the_job_has_more(job: MakeJob) -> Non
     assert {item.instance_count for item in found.options} == {1, 2}
 
 
+@pytest.mark.slow
 def test_the_fastest_is_no_slower_than_what_plan_lists(job: MakeJob) -> None:
     for sections in ({}, {"model": LLAMA_70B}, {"model": {"source": "mixtral-8x7b"}}):
         spec = job(**sections)

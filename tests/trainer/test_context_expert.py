@@ -169,6 +169,7 @@ def test_more_families_and_layouts_equal_one_process() -> None:
     run_and_check(MORE_CASES)
 
 
+@pytest.mark.slow
 def test_one_process_and_spread_ranks_continue_each_other(tmp_path: Path) -> None:
     whole = case("Mixtral", {}, is_packed=True)
     single, spread = str(tmp_path / "single"), str(tmp_path / "spread")

@@ -216,6 +216,7 @@ def test_tensor_ranks_exchange_as_often_a_layer_as_the_planner_says(recompute: R
     assert exchanges(5) - exchanges(2) == 3 * 2 * num_gatherings(layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "stated", "a_micro_batch"),
     [
@@ -300,6 +301,7 @@ def test_selective_recomputation_keeps_no_blocks_last_product(monkeypatch: pytes
     assert activations() - ours >= 2 * one_product
 
 
+@pytest.mark.slow
 def test_selective_recomputation_keeps_no_attention_that_drops() -> None:
     """The plan counted it as kept, which the trainer's selection runs again."""
     sizes = MODEL | {"num_hidden_layers": 8, "head_dim": 128}

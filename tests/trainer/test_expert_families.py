@@ -284,6 +284,7 @@ SAVED = "gpt_oss"
 """Whose experts have biases: what is cut by number at two ranks is cut inside at four."""
 
 
+@pytest.mark.slow
 def test_experts_that_were_saved_go_on_in_another_layout(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     (one,) = run(1, [request(SAVED, {}, tmp_path)])

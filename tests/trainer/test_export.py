@@ -530,6 +530,7 @@ def test_a_newer_checkpoint_that_was_passed_over_is_told(
     assert capsys.readouterr().err == f"{told}\n"
 
 
+@pytest.mark.slow
 def test_what_was_learnt_of_bytes_is_read_as_bytes_by_a_job_that_starts_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_which_dimension_is_cut(shape: tuple[int, ...], num_ranks: int, dim: int
 LARGE_UNITS = {"wrap": "size", "min_parameters": 300_000_000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks", "adapter", "fsdp"),
     [

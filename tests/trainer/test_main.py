@@ -319,6 +319,7 @@ def _put_a_file_in_the_place_of(folder: Path) -> None:
             folder.write_text("a file where the folder of checkpoints should be")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "overrides", "ran", "goes_on"),
     [

@@ -75,6 +75,7 @@ def check_cut(
     assert {family: error for family, error in weights.items() if not error <= allowed[family]} == {}
 
 
+@pytest.mark.slow
 def test_norms_of_all_heads_fused_matrices_and_counted_heads_are_cut_as_one_process_computes(tmp_path: Path) -> None:
     """OLMo 2's norm sums over ranks, of Phi-3's two matrices each has its columns, StableLM's code counts its heads,
     and of Qwen3.5's convolution each rank has its heads' channels."""

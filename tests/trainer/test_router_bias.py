@@ -193,6 +193,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 """Those beside DeepSeek-V3: most have its router, MiniMax-M2's and Hunyuan 3's are handed the bias by their block."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "families",
     [

@@ -68,6 +68,7 @@ def errors(world_size: int, cases: dict[str, RunRequest]) -> dict[str, float]:
     return {name: worst_relative_error(*both) for name, *both in zip(cases, results, references, strict=True)}
 
 
+@pytest.mark.slow
 def test_it_equals_one_process_on_two_ranks() -> None:
     found = errors(2, TWO_RANKS)
     assert max(found.values()) < TOLERANCE, found

@@ -47,6 +47,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save(folder / family.replace(", ", "-"), family) for family in families}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_bf16_source_trains_as_in_one_process(is_whole: bool, sources: dict[str, Path]) -> None:
     """The short one has every engine and every family, in every other pair of them."""

@@ -59,6 +59,7 @@ def test_one_process_goes_on_from_two(folder: Path, uninterrupted: dict[str, Res
     check_continuations(pairs, results, uninterrupted)
 
 
+@pytest.mark.slow
 def test_four_processes_go_on_from_two_and_from_four_bit_for_bit(
     folder: Path, uninterrupted: dict[str, Result]
 ) -> None:

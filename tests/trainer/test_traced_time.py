@@ -124,6 +124,7 @@ def test_muons_update_takes_the_products_that_its_trace_has(model_type: str, lay
     assert muon_flops(shape, layout_of_resolved(job, resolved)) == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["adamw", "adamw_8bit", "adafactor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sgd", "muon"))],
@@ -275,6 +276,7 @@ def test_one_stage_of_a_pipeline_has_the_head(layout: dict[str, Any]) -> None:
     assert all(each["work"]["kernels"]["recompute"] == 0 for each in traces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     ("layout", "precision"),
@@ -329,6 +331,7 @@ DEEPSEEK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "model", "pipeline"),
     [

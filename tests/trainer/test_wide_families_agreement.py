@@ -23,6 +23,7 @@ UNTOLD = MODEL | {"attention_k_eq_v": False}
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "said"),
     [
@@ -62,6 +63,7 @@ def test_so_they_do_of_adapters(kind: str, recompute: str) -> None:
     assert planned == pytest.approx(traced, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recompute", "kind"),
     [

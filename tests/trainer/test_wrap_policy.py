@@ -29,6 +29,7 @@ def request(strategy: str, fsdp: dict[str, Any], layout: dict[str, int], **job: 
     return RunRequest(strategy, last_step=STEPS, job={"model": MODEL, "parallelism": {"fsdp": fsdp, **layout}, **job})
 
 
+@pytest.mark.slow
 def test_every_way_of_wrapping_equals_one_process() -> None:
     one = run(1, [RunRequest("single", last_step=STEPS, job={"model": MODEL})])[0]
     two = [request("fsdp", settings, {}) for settings in SETTINGS]

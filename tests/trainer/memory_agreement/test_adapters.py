@@ -13,6 +13,9 @@ from trainer_testing.agreement import agreement, moving
 from memory_agreement.test_found import GPT2, ROWS, WEIGHED_NARROW, WEIGHED_WIDE
 from trainyard.planner import quantized_reads
 
+pytestmark = pytest.mark.slow
+"""Each traces a step, some seconds: of the campaign itself a few seeds run every time (test_campaign.py)."""
+
 ATTENTION, LAST, FIRST = ("q_proj", "o_proj"), ("q_proj", "down_proj"), ("gate_proj", "up_proj")
 DENSE = ROWS | {"vocab_size": 1000, "head_dim": 128}
 MODELS: dict[str, tuple[dict[str, Any], tuple[tuple[str, ...], ...]]] = {
@@ -125,10 +128,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "targets", "recompute", "adapter"),
-    [case if number < 3 else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(ALONE)],
-)
+@pytest.mark.parametrize(("family", "targets", "recompute", "adapter"), ALONE)
 def test_adapters_of_single_products_leave_out_what_no_gradient_reaches(
     family: dict[str, Any], targets: tuple[str, ...], recompute: str, adapter: str
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_layer_that_ends_in_its_norm_is_made_again_up_to_it(targets: tuple[str
 @pytest.mark.parametrize(
     ("name", "targets", "layout"),
     [
-        pytest.param(name, targets, layout, marks=[] if is_quick and layout == COPIES else pytest.mark.slow)
+        (name, targets, layout)
         for name, (_, choices) in MODELS.items()
         for targets in choices
         for is_quick in [(name, targets) in QUICK]

@@ -13,6 +13,9 @@ from trainyard.planner.adapters import adapter_outputs
 from trainyard.planner.families import shape_from_config
 from trainyard.planner.reading import layout_of_resolved
 
+pytestmark = pytest.mark.slow
+"""Each traces a step, some seconds: of the campaign itself a few seeds run every time (test_campaign.py)."""
+
 SMALL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2},
     **{"intermediate_size": 2816, "vocab_size": 50304, "tie_word_embeddings": False, "model_type": "llama"},
@@ -27,7 +30,6 @@ def test_a_vocabulary_that_tensor_ranks_dont_divide_is_whole_on_each() -> None:
     assert found.planned["parameters"] == pytest.approx(found.traced["parameters"], rel=0.005)
 
 
-@pytest.mark.slow
 def test_learned_positions_are_whole_on_each_tensor_rank() -> None:
     found = agreement(GPT2, CUT)
     untouched = agreement(GPT2 | {"n_positions": 2048}, CUT)
@@ -36,7 +38,7 @@ def test_learned_positions_are_whole_on_each_tensor_rank() -> None:
         assert more == pytest.approx((8192 - 2048) * 1024 * 4 / 4, rel=0.001)
 
 
-@pytest.mark.parametrize("momentum", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_without_momentum_keeps_nothing(momentum: float) -> None:
     found = agreement(SMALL, optimizer={"kind": "sgd", "momentum": momentum})
     assert found.planned["optimizer"] == pytest.approx(found.traced["optimizer"], rel=0.01, abs=1e5)
@@ -49,7 +51,7 @@ def test_granites_experts_scale_their_logits_so_that_all_of_them_are_there() -> 
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_next_chunks_logits_are_made_when_the_last_ones_are_gone(precision: str) -> None:
     """In fp32 two chunks' were there at once: a gigabyte of a vocabulary of 128k beside the plan."""
     model = SMALL | {"vocab_size": 128256}
@@ -59,14 +61,13 @@ def test_the_next_chunks_logits_are_made_when_the_last_ones_are_gone(precision: 
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.parametrize("layout", [{"data_shard": 8}, pytest.param({"data_replicate": 8}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [{"data_shard": 8}, {"data_replicate": 8}])
 def test_fp16s_products_in_float32_have_no_narrow_result_beside_them(layout: dict[str, Any]) -> None:
     """The trace had the head's gradient in 16 bits, too, which no GPU has: an eighth of what small steps need."""
     planned, traced = moving(agreement(SMALL, layout, precision="fp16", activation_checkpointing="none"))
     assert planned == pytest.approx(traced, rel=0.01)
 
 
-@pytest.mark.slow
 def test_eight_bit_adamw_is_traced_where_it_is_not_cut() -> None:
     """FSDP's shards make their state unseen; one process's asked a dry run where a table has its zero."""
     found = agreement(SMALL, {"data_replicate": 8}, optimizer={"kind": "adamw_8bit"})
@@ -83,7 +84,7 @@ MIXTRAL = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_to
     ("kind", "layout", "model"),
     [
         ("adafactor", {"data_shard": 8}, WIDE),
-        pytest.param("muon", {"data_replicate": 8}, MIXTRAL | {"intermediate_size": 4096}, marks=pytest.mark.slow),
+        ("muon", {"data_replicate": 8}, MIXTRAL | {"intermediate_size": 4096}),
     ],
     ids=["adafactor-fsdp", "muon-experts"],
 )
@@ -97,7 +98,7 @@ def test_updates_of_whole_matrices_can_be_a_steps_worst_moment(
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_frozen_experts_are_cut_over_the_ranks_that_hold_them_alone(kind: str) -> None:
     """LoRA beside experts on several ranks: the plan had each expert cut over the expert ranks a second time."""
     found = agreement(SMALL | MIXTRAL, {"data_shard": 8, "expert": 4}, adapter=kind)
@@ -115,10 +116,10 @@ SPREAD = {"data_shard": 8, "expert": 4}
     ("model", "layout", "recompute"),
     [
         (WEIGHED_WIDE, None, "full"),
-        pytest.param(WEIGHED_WIDE, None, "none", marks=pytest.mark.slow),
-        pytest.param(WEIGHED_WIDE, SPREAD, "full", marks=pytest.mark.slow),
-        pytest.param(WEIGHED_NARROW, None, "full", marks=pytest.mark.slow),
-        pytest.param(WEIGHED_NARROW, SPREAD, "full", marks=pytest.mark.slow),
+        (WEIGHED_WIDE, None, "none"),
+        (WEIGHED_WIDE, SPREAD, "full"),
+        (WEIGHED_NARROW, None, "full"),
+        (WEIGHED_NARROW, SPREAD, "full"),
     ],
     ids=["wide", "wide-none", "wide-spread", "narrow", "narrow-spread"],
 )
@@ -139,9 +140,9 @@ LARGE_LAYERS = SMALL | {"hidden_size": 2048, "num_attention_heads": 16, "num_hid
     [
         {"prefetch_units": 2},
         {"wrap": "size", "min_parameters": 100_000_000},
-        pytest.param({"wrap": "size", "min_parameters": 60_000_000, "prefetch_units": 1}, marks=pytest.mark.slow),
-        pytest.param({"reshard_after_forward": False}, marks=pytest.mark.slow),
-        pytest.param({"wrap": "size", "reshard_after_forward": False}, marks=pytest.mark.slow),
+        {"wrap": "size", "min_parameters": 60_000_000, "prefetch_units": 1},
+        {"reshard_after_forward": False},
+        {"wrap": "size", "reshard_after_forward": False},
     ],
     ids="-".join,
 )
@@ -173,7 +174,6 @@ def test_the_first_layer_is_gathered_beside_what_the_embedding_was_gathered_into
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_to_be_chunked_is_computed_in_the_head_though_it_is_one_chunk() -> None:
     layout = {"data_shard": 4, "context": 2}  # 1,024 positions a rank, all of a chunk
     found = agreement(SMALL | {"vocab_size": 128256}, layout, loss="chunked", global_batch_size=8)
@@ -187,7 +187,7 @@ def test_gpt2s_queries_keys_and_values_are_whole_on_each_tensor_rank() -> None:
     assert found.static is not None and abs(found.static) < 0.01
 
 
-@pytest.mark.parametrize("model_type", ["phi3", pytest.param("glm4", marks=pytest.mark.slow), "olmo2"])
+@pytest.mark.parametrize("model_type", ["phi3", "glm4", "olmo2"])
 def test_fused_matrices_are_whole_on_each_tensor_rank_and_norms_of_all_heads_written_out(model_type: str) -> None:
     """Of Phi-3 twice the state that was planned."""
     found = agreement({**FEW, "model_type": model_type, "intermediate_size": 6144}, {"tensor": 4, "data_shard": 2})
@@ -203,10 +203,10 @@ FEW_TOKENS = SMALL | {"vocab_size": 128256, "num_attention_heads": 8, "num_key_v
     ("model", "layout"),
     [
         (FEW_TOKENS | {"tie_word_embeddings": True}, {"data_shard": 2, "context": 4}),
-        pytest.param(FEW_TOKENS | {"tie_word_embeddings": True}, {"data_replicate": 8}, marks=pytest.mark.slow),
-        pytest.param(FEW_TOKENS | {"tie_word_embeddings": True}, {"tensor": 2, "context": 4}, marks=pytest.mark.slow),
-        pytest.param(FEW_TOKENS, {"tensor": 4, "context": 2}, marks=pytest.mark.slow),
-        pytest.param(FEW_TOKENS, {"tensor": 4, "data_replicate": 2}, marks=pytest.mark.slow),
+        (FEW_TOKENS | {"tie_word_embeddings": True}, {"data_replicate": 8}),
+        (FEW_TOKENS | {"tie_word_embeddings": True}, {"tensor": 2, "context": 4}),
+        (FEW_TOKENS, {"tensor": 4, "context": 2}),
+        (FEW_TOKENS, {"tensor": 4, "data_replicate": 2}),
     ],
     ids=["tied-fsdp", "tied-ddp", "tied-tensor", "tensor-context", "copies-of-tensor"],
 )
@@ -229,7 +229,7 @@ def test_ddp_widens_the_heads_gradient_of_a_loss_in_one_chunk() -> None:
     ("kind", "layout", "model"),
     [
         ("adafactor", {"tensor": 4, "data_shard": 2}, {"vocab_size": 128256}),
-        pytest.param("muon", {"tensor": 4, "data_shard": 2}, WIDE, marks=pytest.mark.slow),
+        ("muon", {"tensor": 4, "data_shard": 2}, WIDE),
     ],
     ids=["adafactor", "muon"],
 )
@@ -246,15 +246,10 @@ def test_so_can_updates_of_matrices_that_are_cut_twice(
 @pytest.mark.parametrize(
     ("layout", "adapter", "training"),
     [
-        pytest.param(
-            {"data_replicate": 8},
-            None,
-            {"activation_checkpointing": "full", "loss": "logits"},
-            marks=pytest.mark.slow,
-        ),
+        ({"data_replicate": 8}, None, {"activation_checkpointing": "full", "loss": "logits"}),
         ({"data_replicate": 8}, None, {"optimizer": {"kind": "sgd"}, "activation_checkpointing": "full"}),
         ({"data_shard": 8}, "lora", {"activation_checkpointing": "selective"}),
-        pytest.param({"data_shard": 8}, "qlora", {"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+        ({"data_shard": 8}, "qlora", {"activation_checkpointing": "selective"}),
     ],
     ids=["ddp-casts", "sgd-decay", "lora-products", "qlora-products"],
 )
@@ -278,13 +273,12 @@ DDP = {"data_replicate": 8}
         # Experts' weights: their gradient in 16 bits and in float32.
         (SMALL | MIXTRAL | {"num_local_experts": 64}, {"activation_checkpointing": "full", "micro_batch_size": 1}),
         # Results weighted in the type of what the router reads.
-        pytest.param(
+        (
             ROWS | {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 4, "moe_intermediate_size": 256},
             {"activation_checkpointing": "full"},
-            marks=pytest.mark.slow,
         ),
         # What experts read, before it was narrowed.
-        pytest.param(WEIGHED_NARROW, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        (WEIGHED_NARROW, {"activation_checkpointing": "full"}),
         # Both halves' gradients, when a layer with parallel residuals is made again.
         (
             SMALL
@@ -295,10 +289,9 @@ DDP = {"data_replicate": 8}
         ),
         # Queries ten times as wide as the hidden state, in float32 where a norm is written out; and the gradient of a
         # tied head, which waits for the embedding's.
-        pytest.param(
+        (
             SMALL | {"model_type": "qwen3", "tie_word_embeddings": True} | QUERIES,
             {"activation_checkpointing": "selective"},
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["widened-experts", "weights-as-read", "chosen-tokens", "both-halves", "rotated-queries"],
@@ -316,24 +309,14 @@ def test_autocasts_float32_tensors_are_counted(model: dict[str, Any], training: 
     [
         # A loss in the head of frozen weights: what it reads, and a chunk's gradient.
         (DDP, "lora", {"activation_checkpointing": "full"}, {}),
-        pytest.param(CUT, "lora", {"activation_checkpointing": "selective"}, {}, marks=pytest.mark.slow),
+        (CUT, "lora", {"activation_checkpointing": "selective"}, {}),
         # A model's first layer keeps nothing in front of its first adapter.
-        pytest.param(
-            {"context": 4, "data_shard": 2}, "lora", {}, {"targets": ("up_proj", "down_proj")}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"},
-            None,
-            {"loss": "logits"},
-            {},
-            marks=pytest.mark.slow,
-        ),
+        ({"context": 4, "data_shard": 2}, "lora", {}, {"targets": ("up_proj", "down_proj")}),
+        ({"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"}, None, {"loss": "logits"}, {}),
         # Of whole logits in many parts none is there when their gradients are put together.
-        pytest.param(DDP, None, {"loss": "logits", "micro_batch_size": 12}, {}, marks=pytest.mark.slow),
+        (DDP, None, {"loss": "logits", "micro_batch_size": 12}, {}),
         # Each micro-batch of a last stage keeps the gradients that its loss has made: twice what was planned.
-        pytest.param(
-            {"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"}, None, {}, {}, marks=pytest.mark.slow
-        ),
+        ({"pipeline": 2, "data_replicate": 4, "pipeline_schedule": "gpipe"}, None, {}, {}),
     ],
     ids=["frozen-head", "frozen-head-tensor", "first-layer", "gpipe-logits", "parts-of-logits", "gpipe"],
 )
@@ -346,7 +329,6 @@ def test_what_is_there_at_a_loss_and_at_a_steps_end(
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.slow
 def test_ends_that_have_no_gradients_before_are_there_with_them_when_they_are_reduced() -> None:
     """Planned was a moment before it, with twice as much on its way but without these gradients."""
     model, training = FEW_TOKENS | {"num_hidden_layers": 3}, {"global_batch_size": 1, "micro_batch_size": 1}
@@ -354,7 +336,6 @@ def test_ends_that_have_no_gradients_before_are_there_with_them_when_they_are_re
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_micro_batches", [8, 24])
 def test_gradients_of_the_first_micro_batch_stand_beside_what_all_others_keep(num_micro_batches: int) -> None:
     """Of gpipe's last stage and few tokens: planned was its first or its last way back, a seventh less."""
@@ -398,7 +379,7 @@ LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
     ("kind", "model", "targets", "part"),
     [
         ("lora", SMALL | {"num_key_value_heads": 8}, LLAMA_LINEARS, "gradients"),
-        pytest.param("lora", GPT2, ("c_attn", "c_fc", "c_proj"), "gradients", marks=pytest.mark.slow),
+        ("lora", GPT2, ("c_attn", "c_fc", "c_proj"), "gradients"),
         ("qlora", GPT2, ("c_attn",), "parameters"),
     ],
     ids=["llama", "gpt2", "positions"],
@@ -457,7 +438,7 @@ LAST_OF_TWO = {"pipeline": 2, "pipeline_schedule": "1f1b"}
         # Both ends' gradients of a tied matrix, before they are the rank's own.
         (FEW_TOKENS | {"tie_word_embeddings": True}, {}, 0, {"global_batch_size": 1, "sequence_length": 512}),
         # Experts' gradients, widened.
-        pytest.param(SMALL | MIXTRAL, {}, 0, {"global_batch_size": 1, "sequence_length": 512}, marks=pytest.mark.slow),
+        (SMALL | MIXTRAL, {}, 0, {"global_batch_size": 1, "sequence_length": 512}),
         # A pipeline's sums of whole gradients, which are cut at its end.
         (FEW_TOKENS, LAST_OF_TWO, 1, {"global_batch_size": 2, "sequence_length": 512}),
     ],
@@ -540,9 +521,7 @@ def test_a_tied_matrix_is_there_on_both_of_a_pipelines_stages(layout: dict[str, 
     assert told.state[1] == pytest.approx(told.state[0], rel=0.001)
 
 
-@pytest.mark.parametrize(
-    "layout", [{"pipeline": 2}, pytest.param({"tensor": 2, "data_replicate": 2}, marks=pytest.mark.slow)], ids="-".join
-)
+@pytest.mark.parametrize("layout", [{"pipeline": 2}, {"tensor": 2, "data_replicate": 2}], ids="-".join)
 def test_frozen_weights_that_no_rank_shares_are_there_once(layout: dict[str, Any]) -> None:
     """FSDP copied them: a stage's stayed beside its copy through the whole step."""
     adapts = {"rank": 8, "targets": ("q_proj", "v_proj")}
@@ -568,17 +547,14 @@ IN_TURNS = {"tensor": 2, "pipeline": 2, "pipeline_schedule": "interleaved_1f1b"}
     ("model", "layout", "adapter", "targets", "training"),
     [
         (GEMMA, {"tensor": 2}, "lora", ("k_proj",), {"activation_checkpointing": "full"}),
-        pytest.param(
-            {}, {"tensor": 2}, "lora", EVERYWHERE, {"activation_checkpointing": "selective"}, marks=pytest.mark.slow
-        ),
+        ({}, {"tensor": 2}, "lora", EVERYWHERE, {"activation_checkpointing": "selective"}),
         ({"num_hidden_layers": 5}, IN_TURNS, "lora", ("o_proj", "down_proj"), {"global_batch_size": 6}),
-        pytest.param(
+        (
             {"num_hidden_layers": 4},
             {"data_replicate": 2, "pipeline": 2, "pipeline_schedule": "gpipe"},
             "qlora",
             EVERYWHERE,
             {"activation_checkpointing": "selective", "loss": "chunked", "global_batch_size": 8},
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["made-again", "in-forward", "in-turns", "pipeline-qlora"],
@@ -620,7 +596,7 @@ def test_written_out_attention_is_given_a_mask_of_numbers_that_recomputation_kee
     assert planned == pytest.approx(traced, rel=0.02)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 7])
 def test_a_mixtures_stages_have_the_layers_that_they_have(rank: int) -> None:
     """A model's first layer has no experts: planned as a mean of all, its stage was too large and the others' too
     small, by a seventh in a model of few layers."""
@@ -642,11 +618,7 @@ def test_norms_of_what_a_half_gives_are_written_out_under_autocast() -> None:
     ("kind", "layout"),
     [
         ("lora", {"pipeline": 2, "context": 4, "expert": 2}),
-        pytest.param(
-            "qlora",
-            {"data_shard": 8, "expert": 2, "fsdp": {"reshard_after_forward": False}},
-            marks=pytest.mark.slow,
-        ),
+        ("qlora", {"data_shard": 8, "expert": 2, "fsdp": {"reshard_after_forward": False}}),
     ],
 )
 def test_frozen_experts_are_gathered_as_they_are_stored(kind: str, layout: dict[str, Any]) -> None:
@@ -666,7 +638,7 @@ LLAMA_4 = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["full", "none"])
 def test_batched_experts_keep_every_tokens_state_as_it_came(recompute: str) -> None:
     """In float32 under autocast, for each expert: a quarter of a layer that no plan had."""
     model = SMALL | LLAMA_4 | {"intermediate_size": 256, "head_dim": 128, "vocab_size": 16000}
@@ -683,7 +655,7 @@ def test_batched_experts_are_cast_by_autocast_which_keeps_them_until_the_loss() 
     assert planned == pytest.approx(traced, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_a_frozen_stage_is_put_together_beside_what_it_was_gathered_into(kind: str) -> None:
     """Of large ends nearly twice what stays of them, and what the passes hold is small beside it."""
     model, training = SMALL | {"vocab_size": 128256}, {"activation_checkpointing": "full", "loss": "chunked"}
@@ -697,7 +669,7 @@ def test_a_frozen_stage_is_put_together_beside_what_it_was_gathered_into(kind: s
     "layout",
     [
         {"data_replicate": 2, "data_shard": 4, "expert": 4},
-        pytest.param({"data_shard": 8}, marks=pytest.mark.slow),
+        {"data_shard": 8},
     ],
 )
 def test_a_wide_experts_gate_is_differentiated_beside_all_that_it_reads(layout: dict[str, Any]) -> None:
@@ -722,7 +694,7 @@ def test_spread_experts_stay_gathered_where_that_is_stated(recompute: str) -> No
     ("kind", "layout"),
     [
         ("lora", {"pipeline": 2, "tensor": 2, "data_shard": 2, "expert": 2}),
-        pytest.param("qlora", {"data_shard": 4, "tensor": 2, "expert": 4}, marks=pytest.mark.slow),
+        ("qlora", {"data_shard": 4, "tensor": 2, "expert": 4}),
     ],
 )
 def test_frozen_experts_that_no_rank_shares_are_read_where_they_are(kind: str, layout: dict[str, Any]) -> None:
@@ -758,9 +730,9 @@ def test_every_stage_of_a_rank_makes_its_own_masks() -> None:
     [
         ("interleaved_1f1b", 0, 2),
         ("zero_bubble", 1, 2),
-        pytest.param("interleaved_1f1b", 1, 3, marks=pytest.mark.slow),
-        pytest.param("interleaved_1f1b", 1, 12, marks=pytest.mark.slow),
-        pytest.param("1f1b", 0, 2, marks=pytest.mark.slow),
+        ("interleaved_1f1b", 1, 3),
+        ("interleaved_1f1b", 1, 12),
+        ("1f1b", 0, 2),
     ],
 )
 def test_of_few_micro_batches_all_are_there_before_any_gradients_sum_is(schedule: str, rank: int, count: int) -> None:
@@ -772,8 +744,8 @@ def test_of_few_micro_batches_all_are_there_before_any_gradients_sum_is(schedule
     assert planned == pytest.approx(traced, rel=0.06)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["full", "none"])
 def test_a_large_weights_gradient_stands_beside_its_sum_before_it_is_added(precision: str, recompute: str) -> None:
     """Of few tokens the head's, which autocast widens first: two fifths of what moves."""
     model = SMALL | {"vocab_size": 128256}
@@ -798,7 +770,6 @@ def test_a_stages_logits_stay_beside_their_parts_gradients_and_what_these_become
     assert planned == pytest.approx(traced, rel=0.03)
 
 
-@pytest.mark.slow
 def test_spread_experts_run_once_more_beside_their_sums_gradient() -> None:
     """QLoRA under `tensor`: four tensors of the experts' width and a gradient in fp32, of which three were planned."""
     model = SMALL | MIXTRAL | {"intermediate_size": 4096, "vocab_size": 4000}
@@ -818,8 +789,8 @@ PHI = {"model_type": "phi", "num_key_value_heads": 8}
     ("more", "loss", "per_rank"),
     [
         ({"hidden_size": 4096, "num_attention_heads": 32}, "chunked", 8),
-        pytest.param({}, "logits", 1, marks=pytest.mark.slow),
-        pytest.param({"tie_word_embeddings": True}, "chunked", 1, marks=pytest.mark.slow),
+        ({}, "logits", 1),
+        ({"tie_word_embeddings": True}, "chunked", 1),
         (PHI, "logits", 1),
     ],
     ids=["summed-over-chunks", "logits", "tied", "a-bias-comes-after-it"],
@@ -844,7 +815,6 @@ def test_ranks_that_share_an_embedding_which_scales_make_its_whole_gradient() ->
         assert told.whole[1] == pytest.approx(told.whole[0], rel=0.03)
 
 
-@pytest.mark.slow
 def test_learned_positions_have_one_gradient() -> None:
     """They had as many as a tied head in a plan."""
     model = GPT2 | {"vocab_size": 64000, "tie_word_embeddings": True}
@@ -865,7 +835,7 @@ def test_the_tanh_that_caps_logits_is_kept_in_the_forward_pass_already() -> None
 OSS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
 
 
-@pytest.mark.parametrize("layout", [{"data_shard": 8}, pytest.param({"data_replicate": 8}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [{"data_shard": 8}, {"data_replicate": 8}])
 def test_written_out_scores_meet_their_sinks_beside_all_that_products_gave(layout: dict[str, Any]) -> None:
     """Selective recomputation, in the forward pass: plans were a seventh too small."""
     few = {"micro_batch_size": 1, "activation_checkpointing": "selective", "global_batch_size": 16}
@@ -895,7 +865,7 @@ LATENT = {"model_type": "deepseek_v3", "first_k_dense_replace": 4, "kv_lora_rank
 }
 
 
-@pytest.mark.parametrize("model", [{}, pytest.param(LATENT, marks=pytest.mark.slow)], ids=["keys", "latents"])
+@pytest.mark.parametrize("model", [{}, LATENT], ids=["keys", "latents"])
 def test_cut_sequences_results_are_put_together_for_who_reads_them(model: dict[str, Any]) -> None:
     """Adapters of what attention reads alone: nothing needs its result whole, an eighth of a layer."""
     adapts = {"targets": ("q_proj", "v_proj") if not model else ("q_a_proj", "q_b_proj")}
@@ -906,7 +876,7 @@ def test_cut_sequences_results_are_put_together_for_who_reads_them(model: dict[s
     assert planned == pytest.approx(traced, rel=0.035)
 
 
-@pytest.mark.parametrize("kind", ["dots1", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dots1", "glm4_moe"])
 def test_autocast_leaves_a_sigmoids_weights_narrow(kind: str) -> None:
     """A router's product is of autocast's type, and only a softmax widens it: a sixth too much was planned."""
     fields = {"model_type": kind, "n_routed_experts": 8, "moe_intermediate_size": 256, "n_shared_experts": 1}

@@ -128,7 +128,8 @@ def test_what_is_refused_is_told_with_its_reason(drawn: list[Drawn]) -> None:
     assert not any("\n" in reason for reason in refused)
 
 
-@pytest.mark.parametrize("seed", [60, pytest.param(63, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [60, 63])
 def test_a_seed_equals_one_process_and_goes_on_in_another_layout(seed: int, tmp_path: Path) -> None:
     told = play(draw(seed), tmp_path)
     assert told.problems == []
