@@ -65,6 +65,7 @@ def refusal(s3: Any, contract: TenantContract, job: JobSpec, files: dict[str, by
         ({"a.jsonl": b"", "a.txt": b"a text"}, {}, r"^data\.train: s3://acme-data/x: not one byte; give files with"),
         ({"": b"", "below/": b""}, {"format": "text"}, r"/x: no file \(format: text\); put some there"),
         ({"deep/er/a.jsonl": b"{}"}, {}, ""),
+        ({"x": b"{}"}, {}, ""),  # a file that was copied to x/: a host takes it for x
         ({"": b"", "a.txt": b"a text"}, {"format": "text"}, ""),
     ],
     ids=str,
@@ -98,6 +99,8 @@ def test_a_set_is_refused_by_its_name_and_one_of_several_sources_may_be_empty(
     data = job.model_dump(mode="json", exclude_none=True)["data"]
     both = data | {"train": [empty, full]}
     assert refusal(s3, contract, job, {"empty.jsonl": b""}, data=both) == ""
+    twice = data | {"train": [{"path": "tenant://x", "format": kind} for kind in ("text", "jsonl")]}
+    assert refusal(s3, contract, job, {"x/a.txt": b"a text", "x/a.json": b""}, data=twice) == ""
     named = data | {"validation": [full, empty | {"name": "code"}]}
     assert refusal(s3, contract, job, {}, data=named).startswith(
         "data.validation (code): s3://acme-data/empty.jsonl: not"
@@ -137,6 +140,7 @@ def test_of_a_folder_with_many_other_files_nothing_is_said(
         (model(first=weights(64)[:20]), r"00001-of-00002\.safetensors: has 20 bytes, and its header alone \d+; copy"),
         (model(second=POINTER), r"00002-of-00002\.safetensors: is a pointer of Git LFS, not the file: git lfs pull"),
         (model(first=b""), r"model-00001-of-00002\.safetensors: is no safetensors file; copy or download it again$"),
+        (model(index=b'{"weight_map": {"a": "sub/other.safetensors"}}'), ""),  # a folder's folders are not looked into
         (model(index=b"{"), r"model\.safetensors\.index\.json: can't be read"),
         ({"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"pickled"}, ""),
         ({"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": weights(8)}, ""),
@@ -150,6 +154,7 @@ def test_of_a_folder_with_many_other_files_nothing_is_said(
         "cut in its header",
         "a pointer",
         "empty",
+        "in a folder of its own",
         "no JSON",
         "pickled",
         "one file",
@@ -173,6 +178,7 @@ def test_a_model_that_did_not_arrive_whole_is_refused(
     [
         ({"tokenizer": "tenant://models/mine"}, ""),
         ({"tokenizer": None}, ""),
+        ({"tokenizer": "tenant://slip.json", "chat_template": "tenant://slip.json"}, ""),
         (
             {"tokenizer": "tenant://bare"},
             r"^data\.tokenizer s3://acme-data/bare: holds no tokenizer\.json; .* correct the",
@@ -196,7 +202,7 @@ def test_a_tokenizer_and_a_template_are_what_they_are_named_for(
     deployed: Account, job: JobSpec, contract: TenantContract, changes: dict[str, Any], told: str
 ) -> None:
     files = {f"models/mine/{name}": body for name, body in model().items()}
-    files |= {"bare/a.txt": b"a text", "pointer": POINTER}
+    files |= {"bare/a.txt": b"a text", "pointer": POINTER, "slip.json/slip.json": b'{"model": {}}'}
     data = job.model_dump(mode="json", exclude_none=True)["data"] | changes
     data = {name: value for name, value in data.items() if value is not None}
     found = refusal(
@@ -235,6 +241,34 @@ def test_what_the_launcher_may_not_read_is_left_to_the_job(
 
     monkeypatch.setattr(s3, "get_object", answers("AccessDenied", 403))
     assert refusal(s3, contract, job, files, model=source) == ""
+    monkeypatch.setattr(s3, "get_object", answers("NoSuchKey", 404))  # it went since it was listed
+    assert refusal(s3, contract, job, {}, model=source) == ""
+    assert refusal(s3, contract, job, {}) == ""
     monkeypatch.setattr(s3, "get_object", answers("InternalError", 500))
     with pytest.raises(AwsAwayError, match=r"^reading s3://acme-data/models/mine/.*: AWS refused: InternalError: no"):
         refusal(s3, contract, job, {}, model=source)
+
+
+def test_a_list_that_the_launcher_may_not_see_is_left_to_the_job_and_a_file_has_no_neighbours_listed(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3, prefixes = deployed.client("s3"), []
+    honest = s3.get_paginator("list_objects_v2")
+
+    class Denied:
+        def paginate(self, **asked: Any) -> Any:
+            prefixes.append(asked["Prefix"])
+            if asked["Prefix"] in refused:
+                told: Any = {"Error": {"Code": "AccessDenied", "Message": "no"}}
+                raise s3.exceptions.ClientError(told, "ListObjectsV2")
+            return honest.paginate(**asked)
+
+    monkeypatch.setattr(s3, "get_paginator", lambda _: Denied())
+    refused: set[str] = set()
+    assert refusal(s3, contract, job, {"sets/train/part-0.jsonl": b"{}"}) == ""
+    assert "sets/" not in prefixes, "a tokenizer's folder may hold a million shards"
+    refused = {"models/mine/", "sets/train/", "sets/tokenizer.json"}
+    files = {f"models/mine/{name}": body for name, body in model(config=None).items()} | {
+        "sets/train/part-0.jsonl": b""
+    }
+    assert refusal(s3, contract, job, files, model={"source": "tenant://models/mine"}) == ""

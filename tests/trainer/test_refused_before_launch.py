@@ -546,6 +546,13 @@ def _linked(file: Path) -> None:
             "",
         ),
         (
+            lambda folder: (
+                (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+                (folder / "model.safetensors.index.json").symlink_to("nowhere"),
+            ),
+            "",
+        ),
+        (
             lambda folder: _linked(folder / "model.safetensors"),
             r"model\.safetensors: is not there, which a link names; copy or download it again",
         ),

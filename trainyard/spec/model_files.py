@@ -89,10 +89,9 @@ def not_a_folder(source: str) -> InputError:
 
 
 def check_weight_files(source: str, files: Files | None = None) -> None:
-    """InputError for a file of weights that isn't there, is cut off or is none, of a source in safetensors; `files`:
-    of a folder elsewhere.
+    """InputError for a file of weights that isn't there, is cut off or is none, of a source in safetensors.
 
-    That the weights are the model's is said where it is built.
+    `files`: of a source that is no folder of this machine. That the weights are the model's is said where it is built.
     """
     files = files or LocalFiles(Path(source))
     names = _names_of(files, source)
@@ -108,7 +107,7 @@ def _names_of(files: Files, source: str) -> list[str]:
     said here."""
     if files.is_there(_NAME):
         return [_NAME]
-    if not files.is_there(_INDEX):
+    if _leads_nowhere(files, _INDEX):
         if any(map(files.is_there, _PICKLED)):
             return []
         raise InputError(
@@ -123,11 +122,22 @@ def _names_of(files: Files, source: str) -> list[str]:
         raise InputError(f"model.source: {source}: {_INDEX}: can't be read ({words}); {_MEND}") from None
 
 
+def _leads_nowhere(files: Files, name: str) -> bool:
+    """Whether it isn't there, or a link to nothing."""
+    try:
+        files.size(name)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _wrong_with(files: Files, name: str) -> str:
     """What is wrong with a file, and how to mend it; empty where nothing is."""
     try:
         size = files.size(name)
-        expected = _size_by_header(files, name)
+        expected = _size_by_header(files, name, size)
     except FileNotFoundError:
         return f"is not there, which {'a link' if name == _NAME else _INDEX} names; {_MEND}"
     except OSError as error:
@@ -154,17 +164,17 @@ def is_pointer(begin: bytes) -> bool:
     return begin.startswith(_POINTER)
 
 
-def _size_by_header(files: Files, name: str) -> int:
-    """Bytes that a file must have. OSError, `_CutHeaderError`, `_PointerError`, and what Python raises of no header."""
+def _size_by_header(files: Files, name: str, size: int) -> int:
+    """Bytes that a file of `size` must have. OSError, `_CutHeaderError`, `_PointerError`, and what Python raises of no
+    header."""
     begin = files.read(name, 0, len(_POINTER))
     if is_pointer(begin):
         raise _PointerError
     length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
     if len(begin) < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
         raise ValueError
-    header = files.read(name, _LENGTH_BYTES, length)
-    if len(header) < length:
+    if _LENGTH_BYTES + length > size:
         raise _CutHeaderError(_LENGTH_BYTES + length)
-    tensors: dict[str, Any] = json.loads(header)
+    tensors: dict[str, Any] = json.loads(files.read(name, _LENGTH_BYTES, length))
     ends = [tensor["data_offsets"][1] for key, tensor in tensors.items() if key != "__metadata__"]
     return _LENGTH_BYTES + length + max(ends, default=0)
