@@ -221,10 +221,10 @@ def test_tensor_ranks_exchange_as_often_a_layer_as_the_planner_says(recompute: R
     ("layout", "stated", "a_micro_batch"),
     [
         # Of one micro-batch: forward and again backward, or once for both.
-        pytest.param({"data_shard": 4, "expert": 2}, "auto", 2, marks=pytest.mark.slow),
+        ({"data_shard": 4, "expert": 2}, "auto", 2),
         ({"data_shard": 4, "expert": 2}, False, 1),
         # For the next forward pass what the last backward one gathered is there.
-        pytest.param({"data_shard": 4, "expert": 2, "pipeline": 2}, True, 1, marks=pytest.mark.slow),
+        ({"data_shard": 4, "expert": 2, "pipeline": 2}, True, 1),
         # A stage's weights stay over a step's micro-batches, and its experts are most of them.
         ({"data_shard": 4, "expert": 2, "pipeline": 2}, "auto", 0),
     ],

@@ -81,7 +81,7 @@ def test_so_they_do_where_experts_are_on_different_ranks(model_type: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["minimax_m2", pytest.param("olmoe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["minimax_m2", "olmoe"])
 def test_so_they_do_where_ranks_share_a_norm_of_all_heads(model_type: str) -> None:
     """Which they write out in float32, where one rank's is a kernel that keeps its input alone."""
     found = _agreement(model_type, "none", {"tensor": 2, "data_shard": 4})
@@ -104,8 +104,8 @@ LLAMA_4 = ALTERNATE | {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", [QWEN, pytest.param(LLAMA_4, marks=pytest.mark.slow)], ids=["qwen3", "llama4"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [QWEN, LLAMA_4], ids=["qwen3", "llama4"])
 def test_so_they_do_of_stages_where_every_other_layer_has_experts(model: dict[str, Any], recompute: str) -> None:
     """Those without were taken for a model's first ones, and its first stage for one that has hardly an expert."""
     found = agreement(

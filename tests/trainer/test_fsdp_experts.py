@@ -103,9 +103,9 @@ LARGE_UNITS = {"wrap": "size", "min_parameters": 300_000_000}
     [
         (8, 16, "lora", {}),
         (8, 16, None, LARGE_UNITS),
-        pytest.param(6, 8, None, LARGE_UNITS, marks=pytest.mark.slow),
-        pytest.param(8, 16, None, {"prefetch_units": 2}, marks=pytest.mark.slow),
-        pytest.param(6, 8, "qlora", {}, marks=pytest.mark.slow),
+        (6, 8, None, LARGE_UNITS),
+        (8, 16, None, {"prefetch_units": 2}),
+        (6, 8, "qlora", {}),
     ],
 )
 def test_their_copies_while_they_are_gathered_are_planned(

@@ -127,7 +127,7 @@ def test_muons_update_takes_the_products_that_its_trace_has(model_type: str, lay
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["adamw", "adamw_8bit", "adafactor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sgd", "muon"))],
+    ["adamw", "adamw_8bit", "adafactor", "sgd", "muon"],
 )
 @pytest.mark.parametrize("layout", [{"data_replicate": 1}, {"data_shard": 8}], ids=["single", "fsdp"])
 def test_updates_move_the_bytes_that_their_trace_has(kind: str, layout: dict[str, int]) -> None:
@@ -277,25 +277,20 @@ def test_one_stage_of_a_pipeline_has_the_head(layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("number", [2, 8])
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
         ({"pipeline": 2}, "bf16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ({"pipeline": 2}, "fp32"),
-                ({"pipeline": 2, "data_replicate": 2}, "bf16"),
-                ({"pipeline": 2, "data_shard": 2}, "bf16"),
-                ({"pipeline": 2, "tensor": 2}, "bf16"),
-                ({"tensor": 2}, "bf16"),
-                ({"tensor": 2, "data_replicate": 2}, "bf16"),
-                ({"tensor": 2, "data_replicate": 2}, "fp32"),
-                ({"tensor": 2, "data_shard": 2}, "bf16"),
-                ({"context": 2}, "bf16"),
-            )
-        ),
+        ({"pipeline": 2}, "fp32"),
+        ({"pipeline": 2, "data_replicate": 2}, "bf16"),
+        ({"pipeline": 2, "data_shard": 2}, "bf16"),
+        ({"pipeline": 2, "tensor": 2}, "bf16"),
+        ({"tensor": 2}, "bf16"),
+        ({"tensor": 2, "data_replicate": 2}, "bf16"),
+        ({"tensor": 2, "data_replicate": 2}, "fp32"),
+        ({"tensor": 2, "data_shard": 2}, "bf16"),
+        ({"context": 2}, "bf16"),
     ],
 )
 def test_weights_and_sums_of_gradients_count_as_often_as_they_move(
@@ -336,9 +331,9 @@ DEEPSEEK = {
     ("model_type", "model", "pipeline"),
     [
         ("llama", {**WIDE, "num_hidden_layers": 5}, 2),
-        pytest.param("llama", {**WIDE, "num_hidden_layers": 6}, 4, marks=pytest.mark.slow),
-        pytest.param("gemma4_text", GEMMA, 4, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", DEEPSEEK, 3, marks=pytest.mark.slow),
+        ("llama", {**WIDE, "num_hidden_layers": 6}, 4),
+        ("gemma4_text", GEMMA, 4),
+        ("deepseek_v3", DEEPSEEK, 3),
     ],
 )
 def test_a_pipelines_stages_take_what_their_own_layers_do(

@@ -29,17 +29,14 @@ SLOW = pytest.mark.slow
     [
         (MODEL, SHARD, {"activation_checkpointing": "none"}),
         (MODEL, COPY, {"activation_checkpointing": "full"}),
-        pytest.param(MODEL, COPY, {"activation_checkpointing": "none"}, marks=SLOW),
-        pytest.param(MODEL, SHARD, {"activation_checkpointing": "selective"}, marks=SLOW),
-        pytest.param(MODEL, SHARD, {"activation_checkpointing": "full", "documents": False}, marks=SLOW),
-        pytest.param(UNTOLD, SHARD, {"activation_checkpointing": "none"}, marks=SLOW),
-        pytest.param(MODEL, SHARD, {"activation_checkpointing": "none", "precision": "fp32"}, marks=SLOW),
-        pytest.param(MODEL, SHARD, {"activation_checkpointing": "none", "attention": "eager"}, marks=SLOW),
-        pytest.param(MODEL, SHARD, {"activation_checkpointing": "selective", "attention": "eager"}, marks=SLOW),
-        pytest.param(
-            *(DEEP, {"pipeline": 2, "data_shard": 4}, {"activation_checkpointing": "none", "global_batch_size": 32}),
-            marks=SLOW,
-        ),
+        (MODEL, COPY, {"activation_checkpointing": "none"}),
+        (MODEL, SHARD, {"activation_checkpointing": "selective"}),
+        (MODEL, SHARD, {"activation_checkpointing": "full", "documents": False}),
+        (UNTOLD, SHARD, {"activation_checkpointing": "none"}),
+        (MODEL, SHARD, {"activation_checkpointing": "none", "precision": "fp32"}),
+        (MODEL, SHARD, {"activation_checkpointing": "none", "attention": "eager"}),
+        (MODEL, SHARD, {"activation_checkpointing": "selective", "attention": "eager"}),
+        (DEEP, {"pipeline": 2, "data_shard": 4}, {"activation_checkpointing": "none", "global_batch_size": 32}),
     ],
 )
 def test_closed_form_and_trace_agree(model: dict[str, Any], layout: dict[str, Any], said: dict[str, Any]) -> None:
@@ -68,10 +65,10 @@ def test_so_they_do_of_adapters(kind: str, recompute: str) -> None:
     ("layout", "recompute", "kind"),
     [
         (SHARD, "none", None),
-        *(pytest.param(SHARD, recompute, None, marks=SLOW) for recompute in ("selective", "full")),
-        *(pytest.param(COPY, recompute, None, marks=SLOW) for recompute in ("none", "full")),
-        *(pytest.param(SPREAD, recompute, None, marks=SLOW) for recompute in ("none", "full")),
-        *(pytest.param(SHARD, "full", kind, marks=SLOW) for kind in ("lora", "qlora")),
+        *((SHARD, recompute, None) for recompute in ("selective", "full")),
+        *((COPY, recompute, None) for recompute in ("none", "full")),
+        *((SPREAD, recompute, None) for recompute in ("none", "full")),
+        *((SHARD, "full", kind) for kind in ("lora", "qlora")),
     ],
 )
 def test_so_they_do_where_experts_are_beside_an_ordinary_block(

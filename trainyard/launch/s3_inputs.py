@@ -2,7 +2,7 @@
 files on this machine are."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code, is_missing
@@ -51,7 +51,7 @@ def check_on_s3(s3: Any, job: JobSpec, locations: Mapping[str, str]) -> None:
     files["images.class_names"] = job.images.class_names if job.images else None
     for where, uri in files.items():
         if uri and (place := locations.get(uri, "")).endswith("/"):
-            with _what_is_seen():
+            with suppress(_UnseenError):
                 if not _holds_its_name(s3, place):
                     raise not_a_file(where, uri)
     _check_model_and_tokenizer(s3, job, locations)
@@ -61,15 +61,16 @@ def _may_have_bytes(s3: Any, source: DataSource, location: str | None, where: st
     """False where a source is known to have none; InputError where it has no file of its format."""
     may_have_some = True
     if location is not None:
-        with _what_is_seen():
+        with suppress(_UnseenError):
             if location.endswith("/"):
-                may_have_some = _folder_may(s3, source, location, where) or _holds_its_name(s3, location)
+                may_have_some = _folder_may_have_bytes(s3, source, location, where)
             else:
                 may_have_some = _size_of_file(s3, location) != 0
     return may_have_some
 
 
-def _folder_may(s3: Any, source: DataSource, location: str, where: str) -> bool:
+def _folder_may_have_bytes(s3: Any, source: DataSource, location: str, where: str) -> bool:
+    """As `_may_have_bytes`."""
     left_out: list[str] = []
     is_blank = False
     for number, listed in enumerate(_listed(s3, location)):
@@ -82,7 +83,9 @@ def _folder_may(s3: Any, source: DataSource, location: str, where: str) -> bool:
             return True
         is_blank = is_blank or bool(wanted)
         left_out += [f"{name} ({NEARLY})" for name, _ in page if is_nearly_wanted(name, source)]
-    if not is_blank and not _holds_its_name(s3, location):
+    if _holds_its_name(s3, location):
+        return True
+    if not is_blank:
         raise no_file(where, source, left_out)
     return False
 
@@ -118,7 +121,8 @@ def _check_model_and_tokenizer(s3: Any, job: JobSpec, locations: Mapping[str, st
     place = locations.get(source, "") if source else ""
     if source and place and not place.endswith("/"):
         raise not_a_folder(source)
-    with _what_is_seen():
+    model = None
+    with suppress(_UnseenError):
         if source and place:
             model = _S3Files.of_folder(s3, place)
             if not model.is_there("config.json"):
@@ -127,16 +131,14 @@ def _check_model_and_tokenizer(s3: Any, job: JobSpec, locations: Mapping[str, st
     if job.task == "image_classification":
         return
     stated = job.data.tokenizer
-    with _what_is_seen():
+    with suppress(_UnseenError):
         if stated and (at := locations.get(stated, "")):
             if not at.endswith("/"):
                 _check_tokenizer_file(*_S3Files.of_file(s3, at), stated)
             elif not _holds_its_name(s3, at):
                 _check_tokenizer(_S3Files.of_folder(s3, at), "data.tokenizer", stated)
-        elif source and place and not stated:
-            model = _S3Files.of_folder(s3, place)
-            if model.is_there(TOKENIZER) or not is_ready_made(job):
-                _check_tokenizer(model, "model.source", source)
+        elif source and model and not stated and (model.is_there(TOKENIZER) or not is_ready_made(job)):
+            _check_tokenizer(model, "model.source", source)
 
 
 def _check_tokenizer(files: "_S3Files", field: str, uri: str) -> None:
@@ -155,14 +157,7 @@ def _check_tokenizer_file(files: "_S3Files", name: str, uri: str) -> None:
 
 
 class _UnseenError(Exception):
-    """Nothing is known of what is there: the caller may not look, say."""
-
-
-@contextmanager
-def _what_is_seen() -> Iterator[None]:
-    """What can't be seen is left to the job."""
-    with suppress(_UnseenError):
-        yield
+    """Nothing is known of what is there, as the caller may not look, say: it is left to the job."""
 
 
 class _S3Files:
@@ -201,6 +196,7 @@ class _S3Files:
         raise FileNotFoundError(name)
 
     def read(self, name: str, offset: int = 0, num_bytes: int = -1) -> bytes:
+        """As of `model_files.Files`; what is read of a header bit by bit comes in one request."""
         size = self.size(name)
         if num_bytes < 0:
             return self._fetch(name, offset, size)
